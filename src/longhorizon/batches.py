@@ -1,0 +1,102 @@
+"""Batches by step number, whatever the user's stream is.
+
+The adjoint reads batches backwards. A sequence is simply indexed. An iterable is read in order; where batches
+are needed again they are kept, and `check_memory` refuses beforehand what would not fit.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longhorizon import seeds, tree
+
+
+class Batches:
+    """The training stream of one run.
+
+    Args:
+        train: the task's `train`.
+        seed: the run's seed.
+        steps: how many batches the run reads.
+    """
+
+    def __init__(self, train: Callable[[int], Iterable[Any]], seed: int, steps: int):
+        self._train, self._seed, self._steps = train, seed, steps
+        self._kept: dict[int, Any] | None = None
+        self._restart()
+        length = len(self._source) if self.is_sequence and hasattr(self._source, "__len__") else steps
+        if length < steps:
+            raise _ended(seed, length, steps)
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether any batch can be had by its number alone."""
+        return hasattr(self._source, "__getitem__")
+
+    def keep(self) -> None:
+        """Hold on to batches that could not be had again."""
+        if not self.is_sequence and self._kept is None:
+            self._kept = {}
+
+    def __getitem__(self, step: int) -> Any:
+        if self._kept is not None and step in self._kept:
+            return self._kept[step]
+        seeds.seed_all(seeds.mix(self._seed, step, seeds.FETCH))
+        if self.is_sequence:
+            try:
+                return self._source[step]
+            except IndexError:
+                raise _ended(self._seed, step, self._steps) from None
+        if step < self._cursor:  # an iterable cannot go back: start it again
+            self._restart()
+        while True:
+            seeds.seed_all(seeds.mix(self._seed, self._cursor, seeds.FETCH))
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise _ended(self._seed, self._cursor, self._steps) from None
+            self._cursor += 1
+            if self._kept is not None:
+                self._kept[self._cursor - 1] = batch
+            if self._cursor == step + 1:
+                return batch
+
+    def _restart(self) -> None:
+        seeds.seed_all(seeds.mix(self._seed, seeds.FETCH))
+        self._source: Any = self._train(self._seed)
+        if not hasattr(self._source, "__getitem__") and not hasattr(self._source, "__iter__"):
+            raise TypeError(f"Task.train returned {type(self._source).__name__}: expected batches, in an iterable.")
+        self._iterator = iter(()) if self.is_sequence else iter(self._source)
+        self._cursor = 0
+
+
+def nbytes(batch: Any) -> int:
+    """Memory of one batch."""
+    return tree.nbytes(batch)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a run may still take on a device (physical memory that is available, on the CPU)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
+    try:
+        with open("/proc/meminfo") as info:
+            return next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return 4 * 1024**3
+
+
+def device_of(params: dict[str, Tensor]) -> torch.device:
+    """Where a model lives."""
+    return next(iter(params.values())).device
+
+
+def _ended(seed: int, got: int, steps: int) -> ValueError:
+    return ValueError(
+        f"Task.train({seed}) ended after {got} batches, but the run has steps={steps} and needs one each "
+        f"(no batch for step {got}); make the stream repeat, or lower `steps`."
+    )

@@ -1,0 +1,22 @@
+"""How to differentiate: the engines, the entry point, and the automatic choice."""
+
+from longhorizon.engines.adjoint import Adjoint, ReplayError
+from longhorizon.engines.base import Engine, Progress, Run
+from longhorizon.engines.choose import choose
+from longhorizon.engines.difference import FiniteDifference
+from longhorizon.engines.entry import hypergradient
+from longhorizon.engines.forward import Forward
+from longhorizon.engines.greedy import Greedy
+
+__all__ = [
+    "Adjoint",
+    "Engine",
+    "FiniteDifference",
+    "Forward",
+    "Greedy",
+    "Progress",
+    "ReplayError",
+    "Run",
+    "choose",
+    "hypergradient",
+]

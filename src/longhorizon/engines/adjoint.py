@@ -1,0 +1,353 @@
+"""Adjoint differentiation: train first, then walk the trajectory back.
+
+The walk needs the state before every step, not the graph of the step. States are kept whole, or only at every √T-th
+step and replayed between two kept ones. A step back is a VJP of the inner step, from p = dL/dθ, q = dL/dv after
+it to those before it; one Hessian product, however many hyperparameters there are, and it yields the hypergradient
+of every single step. Sharing over windows is a sum afterwards.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from longhorizon import tree
+from longhorizon.batches import free_memory, nbytes
+from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
+from longhorizon.inner import State
+from longhorizon.problem import Problem
+from longhorizon.result import Hypergradient, Status
+
+MEMORY_SHARE = 0.5  # of the free memory that a trajectory (and kept batches) may take
+
+
+class ReplayError(RuntimeError):
+    """Repeating a stretch of training did not end at the same weights."""
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """All hypergradients of all steps in one sweep forth and one back.
+
+    Choose it for many values, or for most runs when memory allows: its cost does not depend on the number of
+    values. Per step: one gradient, one Hessian product of two to three more, and one gradient of replay if states were
+    not kept.
+
+    Args:
+        store: "all" keeps every state (bytes of parameters and optimizer memory, times steps), "sqrt" every √T-th and
+            replays, "auto" keeps all if they fit into half of the free memory.
+        clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal).
+        per_step: also return the hypergradient of every single step.
+    """
+
+    store: Literal["auto", "all", "sqrt"] = "auto"
+    clip: float | None = None
+    per_step: bool = False
+
+    def __post_init__(self) -> None:
+        if self.store not in ("auto", "all", "sqrt"):
+            raise ValueError(f"Adjoint(store={self.store!r}): expected 'auto', 'all' or 'sqrt'.")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(
+                f"Adjoint(clip={self.clip}): expected a positive bound, or None for the exact hypergradient."
+            )
+
+    def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "AdjointRun":
+        return AdjointRun(self, problem, saved)
+
+    def keeps_all(self, problem: Problem) -> bool:
+        """Whether every state is kept."""
+        if self.store != "auto":
+            return self.store == "all"
+        return trajectory_bytes(problem, "all") < MEMORY_SHARE * free_memory(problem.device)
+
+    def __str__(self) -> str:
+        clip = "" if self.clip is None else f", H·q clipped at {self.clip:g}"
+        return f"adjoint (store={self.store}{clip})"
+
+
+def trajectory_bytes(problem: Problem, store: Literal["all", "sqrt"]) -> int:
+    """Memory for the states of a run; for "sqrt", the kept points and one stretch between two of them."""
+    count = problem.steps if store == "all" else 2 * math.isqrt(problem.steps) + 2
+    return count * tree.nbytes(problem.start)
+
+
+class AdjointRun:
+    """A sweep over the steps from `first` to `last` (default: the whole run), forth and back.
+
+    Phases: "train" to the end, keeping states; then for each stretch between kept points, "replay" it if its states
+    are gone, and go "back" through it.
+    """
+
+    def __init__(
+        self,
+        engine: Adjoint,
+        problem: Problem,
+        saved: dict[str, Any] | None = None,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        start: State | None = None,
+        watch: Watch | None = None,
+    ):
+        self.engine, self.problem = engine, problem
+        self.first, self.last = first, problem.steps if last is None else last
+        self.stretch = max(1, math.isqrt(self.last - first))
+        self.keep_all = engine.keeps_all(problem)
+        problem.batches.keep()
+        _check_kept_batches(problem)
+        self.watch = watch or Watch(problem, saved and saved["watch"])
+        self.status, self.val_loss = Status(), torch.tensor(torch.nan)
+        self.per_step = {
+            key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
+            for key in problem.learnt
+        }
+        self.cotangent: State | None = None
+        self.window: dict[int, State] = {}  # states of the stretch in hand, by step
+        self._replayed = problem.start  # where a replay has got to,
+        self._at = 0  # and at which step
+        if saved is None:
+            start = problem.start if start is None else start
+            self.phase, self.t = "train", first
+            self.state = start
+            self.points = {first: start}
+            _probe(problem, start, first)
+        else:
+            self._load(saved)
+
+    @property
+    def done(self) -> bool:
+        return self.phase == "done"
+
+    @property
+    def progress(self) -> Progress:
+        length = self.last - self.first
+        back = length if self.phase == "train" else 2 * length - (self.t - self.first)
+        done = self.t - self.first if self.phase == "train" else back
+        return Progress(self.phase, done, 2 * length)
+
+    def advance(self) -> None:
+        with deterministic(self.problem, not self.keep_all):
+            {"train": self._train, "replay": self._replay, "back": self._back}[self.phase]()
+
+    def save(self) -> dict[str, Any]:
+        # Of a trajectory kept whole, only every √T-th state is saved: the rest can be replayed.
+        return {
+            "phase": "train" if self.phase == "train" else "back",
+            "t": self.t,
+            "state": tuple(self.state),
+            "points": {str(t): tuple(s) for t, s in self.points.items()},
+            "cotangent": () if self.cotangent is None else tuple(self.cotangent),
+            "per_step": self.per_step,
+            "val_loss": self.val_loss,
+            "watch": self.watch.save(),
+        }
+
+    def result(self) -> Hypergradient:
+        problem = self.problem
+        grads = problem.share(self.per_step) if self.cotangent is not None else nothing(problem)
+        per_step = {k: g.detach().to("cpu", torch.float64) for k, g in self.per_step.items()}
+        return finish(
+            problem,
+            f"adjoint, {'all states kept' if self.keep_all else 'replayed'}",
+            grads,
+            self.val_loss,
+            self.state,
+            self.status,
+            self.watch.losses,
+            per_step if self.engine.per_step else None,
+        )
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        self.phase, self.t = saved["phase"], saved["t"]
+        self.state = State(*saved["state"])
+        self.points = {int(t): State(*s) for t, s in saved["points"].items()}
+        self.cotangent = State(*saved["cotangent"]) if saved["cotangent"] else None
+        self.per_step = saved["per_step"]
+        self.val_loss = saved["val_loss"]
+
+    def _train(self) -> None:
+        if self.keep_all:
+            self.window[self.t] = self.state
+        if (self.t - self.first) % self.stretch == 0:
+            self.points[self.t] = self.state
+        self.state, loss = self.problem.train_step(self.state, self.t)
+        failed = self.watch.see(self.t, loss)
+        self.t += 1
+        if failed is not None:
+            self.status, self.phase = Status("loss", failed), "done"
+        elif self.t == self.last:
+            self._turn()
+
+    def _turn(self) -> None:
+        """From the end of training to the way back."""
+        problem = self.problem
+        failed = self.watch.first
+        if failed is not None:
+            self.status, self.phase = Status("loss", failed), "done"
+            return
+        self.val_loss, self.cotangent, direct = problem.validate(self.state, self.last)
+        for key in problem.learnt:
+            self.per_step[key][self.last - 1] = direct[key]
+        if not torch.isfinite(self.val_loss):
+            self.status, self.phase, self.cotangent = Status("validation loss", self.last), "done", None
+            return
+        self.phase = "back"
+
+    def _replay(self) -> None:
+        """One step of the stretch that leads to the step in hand; at its end, a check that it led there."""
+        self._replayed, _ = self.problem.train_step(self._replayed, self._at)
+        self._at += 1
+        if self._at < self.t:
+            self.window[self._at] = self._replayed
+            return
+        end = self.state if self.t == self.last else self.points.get(self.t)
+        if end is not None and not tree.equal(self._replayed, end):
+            raise ReplayError(
+                f"repeating training from step {min(self.window)} to {self.t} gave other weights than the run itself: "
+                "Task.train or the model is random beyond its seed, or a kernel is not deterministic; "
+                "use Adjoint(store='all') or lh.Forward()."
+            )
+        self.phase = "back"
+
+    def _back(self) -> None:
+        """One step back: the state before it, then the VJP."""
+        step = self.t - 1
+        if step not in self.window:
+            self._at = self.first + (step - self.first) // self.stretch * self.stretch
+            self._replayed = self.points[self._at]
+            self.window = {self._at: self._replayed}
+            self.phase = "replay"
+            return
+        assert self.cotangent is not None
+        self.cotangent, hypers = step_back(self.problem, self.window.pop(step), step, self.cotangent, self.engine.clip)
+        for key, g in hypers.items():
+            old = self.per_step[key][step]
+            self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
+        self.t = step
+        if step == self.first:
+            self.phase = "done"
+        if step == self.first or (self.last - step) % self.watch.every == 0:
+            self._look(step)
+
+    def _look(self, step: int) -> None:
+        """End the walk where the adjoint stopped being finite; later windows stay exact."""
+        seen = torch.stack([self.per_step[key][step : self.last] for key in self.problem.learnt]).isfinite().all(0)
+        assert self.cotangent is not None
+        alive = torch.stack([leaf.sum() for leaf in tree.split(self.cotangent)[0]]).isfinite().all()
+        if bool(seen.all() & alive):
+            return
+        bad = step + int((~seen).nonzero().max()) if not bool(seen.all()) else step
+        for g in self.per_step.values():
+            g[self.first : bad + 1] = torch.nan
+        self.status, self.phase = Status("adjoint", bad), "done"
+
+
+def step_back(
+    problem: Problem, state: State, step: int, cotangent: State, clip: float | None = None
+) -> tuple[State, dict[str, Tensor]]:
+    """The VJP of one inner step.
+
+    Args:
+        state: before the step.
+        cotangent: dL/d(state after the step).
+        clip: bound on the Hessian product.
+
+    Returns:
+        dL/d(state before the step), and dL/d(value) for every learnt hyperparameter of this step.
+    """
+    inner, learnt = problem.inner, problem.learnt
+    batch, hypers = problem.batch(step), problem.hypers_at(step)
+    problem.seed_step(step)
+    hypers |= {key: hypers[key].detach().requires_grad_() for key in learnt}
+    levers = [hypers[key] for key in learnt]
+    params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+    buffers, with_buffers = tree.split(state.buffers)
+    memory, with_memory = tree.split(state.memory)
+    buffers = [b.detach().requires_grad_() for b in buffers]
+    memory = [m.detach().requires_grad_() for m in memory]
+    d_params, d_buffers = list(cotangent.params.values()), tree.split(cotangent.buffers)[0]
+    d_memory, rebuild_memory = tree.split(cotangent.memory)
+
+    grads, new_buffers, _ = inner.gradient(params, with_buffers(buffers), batch, hypers, create_graph=True)
+    leaves = {name: g.detach().requires_grad_() for name, g in grads.items()}
+    with torch.enable_grad():
+        new_params, new_memory = inner.update(params, leaves, with_memory(memory), hypers)
+    d_rule = _vjp(
+        [*new_params.values(), *tree.split(new_memory)[0]],
+        [*params.values(), *leaves.values(), *memory, *levers],
+        [*d_params, *d_memory],
+    )
+    n, m = len(params), len(memory)
+    to_params, to_grads, to_memory, to_levers = (
+        d_rule[:n],
+        d_rule[n : 2 * n],
+        d_rule[2 * n : 2 * n + m],
+        d_rule[2 * n + m :],
+    )
+    d_loss = _vjp(
+        [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers], [*to_grads, *d_buffers]
+    )
+    hessian_product = d_loss[:n]
+    if clip is not None:
+        hessian_product = [h.clamp(-clip, clip) for h in hessian_product]
+    before = State(
+        {name: a + b for name, a, b in zip(params, to_params, hessian_product, strict=True)},
+        with_buffers(d_loss[n : n + len(buffers)]),
+        rebuild_memory(to_memory),
+    )
+    direct = d_loss[n + len(buffers) :]
+    return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}
+
+
+@contextmanager
+def deterministic(problem: Problem, replays: bool) -> Iterator[None]:
+    """On CUDA, kernels that give the same result twice, where a replay depends on it."""
+    if problem.device.type != "cuda" or not replays:
+        yield
+        return
+    import os
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def _vjp(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    """autograd.grad that takes outputs without a graph and inputs without an influence."""
+    live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    if not live:
+        return [torch.zeros_like(x) for x in inputs]
+    got = torch.autograd.grad([o for o, _ in live], inputs, [c for _, c in live], allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(got, inputs, strict=True)]
+
+
+def _probe(problem: Problem, state: State, step: int) -> None:
+    """Try one step back before the first step forth, so that what cannot be differentiated is known at once."""
+    try:
+        step_back(problem, state, step, tree.map(torch.zeros_like, state))
+    except (RuntimeError, NotImplementedError) as error:
+        raise explain(error, "Adjoint") from error
+
+
+def _check_kept_batches(problem: Problem) -> None:
+    if problem.batches.is_sequence:
+        return
+    need, free = problem.steps * nbytes(problem.batch(0)), free_memory(torch.device("cpu"))
+    if need > MEMORY_SHARE * free:
+        raise ValueError(
+            f"the adjoint reads batches backwards, and Task.train returns an iterator, so all "
+            f"{problem.steps} would be kept: {need / 2**30:.1f} GiB of {free / 2**30:.1f} GiB free. Return a sequence "
+            "(anything with __getitem__ by step) or use engine=lh.Forward()."
+        )

@@ -1,0 +1,49 @@
+"""The automatic choice between forward and adjoint, and its reason in words."""
+
+from typing import Any
+
+import torch
+
+from longhorizon import tree
+from longhorizon.batches import free_memory, nbytes
+from longhorizon.engines.adjoint import MEMORY_SHARE, Adjoint, trajectory_bytes
+from longhorizon.engines.forward import Forward
+from longhorizon.problem import Problem
+
+# Cost of a step in plain gradients, measured (benchmarks/results/step_cost.json, LeNet on two cores).
+FORWARD_BASE, FORWARD_COLUMN = 2.0, 0.9
+ADJOINT, REPLAY = 3.0, 1.0
+
+
+def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
+    """The cheaper engine that fits into memory, and why it was chosen."""
+    free = free_memory(problem.device)
+    begun = sum((problem.hypers[key].windows + 1) / 2 for key in problem.learnt)  # columns, on average over the run
+    forward = FORWARD_BASE + FORWARD_COLUMN * begun
+    tangents = problem.n_values * tree.nbytes(problem.start)
+    size = f"N={problem.n_values} values, T={problem.steps} steps, D={problem.n_params} parameters"
+    for store, adjoint in (("all", ADJOINT), ("sqrt", ADJOINT + REPLAY)):
+        need = trajectory_bytes(problem, store)  # type: ignore[arg-type]
+        if need > MEMORY_SHARE * free or not _batches_fit(problem):
+            continue
+        if adjoint <= forward or per_step or tangents > MEMORY_SHARE * free:
+            why = (
+                f"{size}: about {adjoint:.0f} gradients a step against {forward:.0f} for forward; "
+                f"its states take {_gib(need)} of {_gib(free)} free"
+            )
+            return Adjoint(store=store, per_step=per_step), why  # type: ignore[arg-type]
+        return Forward(), f"{size}: about {forward:.0f} gradients a step against {adjoint:.0f} for the adjoint"
+    why = f"{size}: the adjoint's states or batches do not fit into half of {_gib(free)} free"
+    if per_step:
+        raise ValueError(f"per_step=True needs the adjoint, but {why}; lower `steps`.")
+    return Forward(), why
+
+
+def _batches_fit(problem: Problem) -> bool:
+    if problem.batches.is_sequence:
+        return True
+    return problem.steps * nbytes(problem.batch(0)) < MEMORY_SHARE * free_memory(torch.device("cpu"))
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB"

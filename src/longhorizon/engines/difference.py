@@ -1,0 +1,105 @@
+"""Central differences: the slow truth that the other engines are checked against."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longhorizon.engines.base import Progress, Watch, finish
+from longhorizon.hypers import DEFAULT_STEPS, argument
+from longhorizon.inner import State
+from longhorizon.problem import Problem
+from longhorizon.result import Hypergradient, Status
+
+
+@dataclass(frozen=True)
+class FiniteDifference:
+    """(L(λ + δ) − L(λ − δ)) / 2δ for every value: two whole training runs each.
+
+    For checking, in float64. In float32 rounding drowns the difference; over long runs chaos does.
+
+    Args:
+        eps: δ as a fraction of the value; of its `Hyper.step` where the value is zero. Truncation falls with δ²,
+            rounding grows with 1/δ; in float64 both are near 1e-9 at the default. A mapping sets it per key.
+    """
+
+    eps: float | Mapping[str, float] = 1e-4
+
+    def __post_init__(self) -> None:
+        for eps in self.eps.values() if isinstance(self.eps, Mapping) else [self.eps]:
+            if not eps > 0:
+                raise ValueError(f"FiniteDifference(eps={eps}): expected a positive fraction.")
+
+    def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "DifferenceRun":
+        return DifferenceRun(self, problem, saved)
+
+    def __str__(self) -> str:
+        return "central differences"
+
+    def distance(self, problem: Problem, key: str, value: float) -> float:
+        """δ for one value."""
+        eps = self.eps.get(key, 1e-4) if isinstance(self.eps, Mapping) else self.eps
+        unit = problem.hypers[key].step or DEFAULT_STEPS.get(argument(key), 0.1)
+        return eps * (abs(value) if value else unit)
+
+
+class DifferenceRun:
+    """A row of training runs in progress: the middle one first, then two per value."""
+
+    def __init__(self, engine: FiniteDifference, problem: Problem, saved: dict[str, Any] | None):
+        self.engine, self.problem = engine, problem
+        # The middle run last, so that its weights are the ones at hand in the end.
+        self.runs = [
+            (key, w, sign) for key in problem.learnt for w in range(problem.hypers[key].windows) for sign in (1, -1)
+        ]
+        self.total = len(self.runs) + 1
+        self.watch = Watch(problem, saved and saved["watch"])
+        self.losses: list[Tensor] = list(saved["losses"]) if saved else []
+        self.t = saved["t"] if saved else 0
+        self.state = State(*saved["state"]) if saved else problem.start
+        self._shifted = self._problem()
+
+    @property
+    def done(self) -> bool:
+        return len(self.losses) == self.total
+
+    @property
+    def progress(self) -> Progress:
+        steps = self.problem.steps
+        return Progress("train", len(self.losses) * steps + self.t, self.total * steps)
+
+    def advance(self) -> None:
+        self.state, loss = self._shifted.train_step(self.state, self.t)
+        self.t += 1
+        middle = len(self.losses) == self.total - 1
+        failed = middle and self.watch.see(self.t - 1, loss) is not None
+        if self.t == self.problem.steps or failed:
+            self.losses.append(self._shifted.validation_loss(self.state, self.t).double())
+            if not self.done:
+                self.t, self.state = 0, self.problem.start
+                self._shifted = self._problem()
+
+    def save(self) -> dict[str, Any]:
+        return {"losses": self.losses, "t": self.t, "state": tuple(self.state), "watch": self.watch.save()}
+
+    def result(self) -> Hypergradient:
+        problem = self.problem
+        grads = {key: torch.zeros(problem.hypers[key].windows, dtype=torch.float64) for key in problem.learnt}
+        for (key, w, sign), loss in zip(self.runs, self.losses, strict=False):
+            delta = self.engine.distance(problem, key, float(problem.values[key][w]))
+            grads[key][w] += sign * loss.cpu() / (2 * delta)
+        status = Status() if self.watch.first is None else Status("loss", self.watch.first)
+        if status.ok and not all(bool(g.isfinite().all()) for g in grads.values()):
+            status = Status("difference", problem.steps)
+        return finish(problem, str(self.engine), grads, self.losses[-1], self.state, status, self.watch.losses)
+
+    def _problem(self) -> Problem:
+        """The run in hand: one value shifted, or none."""
+        if len(self.losses) >= len(self.runs):
+            return self.problem
+        key, w, sign = self.runs[len(self.losses)]
+        values = {k: v.clone() for k, v in self.problem.values.items()}
+        values[key][w] += sign * self.engine.distance(self.problem, key, float(values[key][w]))
+        return replace(self.problem, values=values)

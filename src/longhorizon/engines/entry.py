@@ -1,0 +1,99 @@
+"""One entry point to all engines."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from longhorizon.engines.adjoint import Adjoint
+from longhorizon.engines.base import Engine, Progress
+from longhorizon.engines.choose import choose
+from longhorizon.engines.greedy import Greedy
+from longhorizon.hypers import Hyper
+from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.result import Hypergradient
+from longhorizon.rules import Rule
+from longhorizon.task import Task
+
+
+def hypergradient(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    *,
+    steps: int,
+    engine: Engine | Literal["auto"] = "auto",
+    seed: int = 0,
+    values: Mapping[str, Any] | None = None,
+    per_step: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Hypergradient:
+    """The derivative of the final validation loss with respect to every learnt hyperparameter of a training run.
+
+    Args:
+        task: what is trained and judged.
+        rule: the optimizer, such as `sgd()`; an argument that `hypers` does not list keeps the rule's value.
+        hypers: what is learnt, by name.
+        steps: T, the number of optimizer steps.
+        engine: how to differentiate; "auto" picks forward or adjoint by cost and memory and says which and why in the
+            result's `engine`.
+        seed: of the initialisation, the batches and the model's randomness.
+        values: where to evaluate, per key, instead of at the starts.
+        per_step: also return the hypergradient of every single step (adjoint and greedy engines).
+        progress: called after every inner step.
+
+    Returns:
+        The hypergradient with its status; a run that diverged is a result, not an exception.
+
+    Raises:
+        TypeError, ValueError: for bad input, before any work, naming the argument and the remedy.
+
+    Example:
+        A parabola L = θ²/2 from θ = 1, one step of lr 0.1: θ₁ = 0.9, dL/dlr = θ₁ · (−1) = −0.9.
+
+        >>> import torch, longhorizon as lh
+        >>> class Point(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.x = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        >>> task = lh.Task(Point, lambda model, batch: model.x**2 / 2, lambda seed: [0], lambda seed: [0])
+        >>> h = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=1)
+        >>> round(h.grad["lr"].item(), 12)
+        -0.9
+    """
+    with environment():
+        problem = make_problem(task, rule, hypers, steps, seed, values)
+        return compute(problem, engine, per_step, progress)
+
+
+def compute(
+    problem: Problem,
+    engine: Engine | Literal["auto"] = "auto",
+    per_step: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> Hypergradient:
+    """The hypergradient of a problem that is already checked."""
+    chosen, why = resolve(problem, engine, per_step)
+    run = chosen.begin(problem)
+    while not run.done:
+        run.advance()
+        if progress is not None:
+            progress(run.progress)
+    result = run.result()
+    return replace(result, engine=f"{result.engine}: {why}") if why else result
+
+
+def resolve(problem: Problem, engine: Engine | Literal["auto"], per_step: bool = False) -> tuple[Engine, str]:
+    """The engine to use, and why if it was chosen here."""
+    if engine == "auto":
+        return choose(problem, per_step)
+    if isinstance(engine, str) or not hasattr(engine, "begin"):
+        raise ValueError(
+            f"engine={engine!r}: expected 'auto' or an engine such as lh.Forward(), lh.Adjoint(), lh.Greedy()."
+        )
+    if not per_step:
+        return engine, ""
+    if not isinstance(engine, Adjoint | Greedy):
+        raise ValueError(
+            f"per_step=True with {type(engine).__name__}: use lh.Adjoint(), or windows=steps for one value per step."
+        )
+    return replace(engine, per_step=True), ""

@@ -1,0 +1,258 @@
+"""Forward-mode differentiation with sharing (FDS): tangents travel along with training.
+
+Every learnt value has a column Z = dθ/dλ (and one for each float of the optimizer's memory and of the buffers). One
+step of all columns is one batched JVP of the inner step, evaluated next to the step itself:
+
+    dg = H·Z + ∂g/∂λ          JVP of the gradient, the Hessian product, where `clip` acts
+    dθ', dv' = …              JVP of the rule
+
+At the end dL/dλ = ∂L/∂θ · Z. Nothing of the past is kept, so memory does not grow with the number of steps.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from longhorizon import compile, tree
+from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
+from longhorizon.hypers import window_start
+from longhorizon.inner import Hypers, Inner, State
+from longhorizon.problem import Problem
+from longhorizon.result import Hypergradient, Status
+
+_OUT_DIMS: Any = (None, None, 0)
+Tangents = list[Tensor]  # one per float leaf of the state, columns first
+
+
+@dataclass(frozen=True)
+class Forward:
+    """All hypergradients in one forward sweep.
+
+    Choose it for few values (up to about ten) or when memory must not grow with the run. Cost per step: one gradient
+    plus about two per column that has begun. Memory: the model's activations times the columns of a chunk.
+
+    Args:
+        clip: elementwise bound on H·Z (the paper uses 1 to 100, mostly 10). The hypergradient is then no longer exact,
+            but one batch cannot dominate it.
+        chunk: how many columns to push through the model at once; lower it to save memory.
+        compile: "auto" traces the step to plain tensor operations where a run is long enough to pay for it; True always
+            traces, False never does. A traced step is compared with the plain one before it is used.
+    """
+
+    clip: float | None = None
+    chunk: int | None = None
+    compile: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(
+                f"Forward(clip={self.clip}): expected a positive bound, or None for the exact hypergradient."
+            )
+        if self.chunk is not None and (isinstance(self.chunk, bool) or self.chunk < 1):
+            raise ValueError(f"Forward(chunk={self.chunk}): expected at least 1 column, or None for all at once.")
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"Forward(compile={self.compile!r}): expected True, False or 'auto'.")
+
+    def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "ForwardRun":
+        return ForwardRun(self, problem, saved)
+
+    def __str__(self) -> str:
+        clip = "" if self.clip is None else f", H·Z clipped at {self.clip:g}"
+        return f"forward{clip}"
+
+
+class ForwardRun:
+    """A forward sweep in progress."""
+
+    def __init__(self, engine: Forward, problem: Problem, saved: dict[str, Any] | None):
+        self.engine, self.problem = engine, problem
+        # Columns in order of their window's first step, so that those which have begun are a prefix.
+        self.columns = sorted(
+            (window_start(w, problem.steps, problem.hypers[key].windows), i, key, w)
+            for i, key in enumerate(problem.learnt)
+            for w in range(problem.hypers[key].windows)
+        )
+        self.starts = [column[0] for column in self.columns]
+        edges = sorted({*self.starts, problem.steps})
+        # Per step, how long the number of columns stays what it is: the steps that share one traced shape.
+        self._stretch = [b - a for a, b in pairwise(edges) for _ in range(b - a)]
+        self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
+        self.watch = Watch(problem, saved and saved["watch"])
+        self.failed: int | None = None
+        if saved is None:
+            self.t, self.state = 0, problem.start
+            self.tangents = [leaf.new_zeros((0, *leaf.shape)) for leaf in tree.split(self.state)[0]]
+            self._bad = torch.full((len(self.columns),), -1, dtype=torch.int64, device=problem.device)
+        else:
+            self.t, self.state, self.tangents = saved["t"], State(*saved["state"]), saved["tangents"]
+            self._bad = saved["bad"]
+
+    @property
+    def done(self) -> bool:
+        return self.t == self.problem.steps or self.failed is not None
+
+    @property
+    def progress(self) -> Progress:
+        return Progress("train", self.t, self.problem.steps)
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "t": self.t,
+            "state": tuple(self.state),
+            "tangents": self.tangents,
+            "bad": self._bad,
+            "watch": self.watch.save(),
+        }
+
+    def active(self, step: int) -> int:
+        """How many columns have begun by a step."""
+        return bisect_right(self.starts, step)
+
+    def advance(self) -> None:
+        problem, t = self.problem, self.t
+        batch = problem.batch(t)
+        count = self.active(t)
+        tangents = [_grown(leaf, count) for leaf in self.tangents]
+        hypers, ones = problem.hypers_at(t), self._ones(t, count)
+        size = self.engine.chunk or count
+        parts = []
+        try:
+            for low in range(0, count, size):
+                part = slice(low, low + size)
+                problem.seed_step(t)
+                state, dstate, loss = self._step(t)(
+                    self.state, batch, hypers, [leaf[part] for leaf in tangents], {k: o[part] for k, o in ones.items()}
+                )
+                parts.append(dstate)
+        except (RuntimeError, NotImplementedError) as error:
+            raise explain(error, "Forward") from error
+        self.state = state
+        self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
+        finite = torch.stack([leaf.flatten(1).sum(1) for leaf in self.tangents]).isfinite().all(0)
+        bad = self._bad[:count]
+        self._bad[:count] = torch.where((bad < 0) & ~finite, t, bad)
+        self.failed = self.watch.see(t, loss)
+        self.t += 1
+
+    def result(self) -> Hypergradient:
+        problem = self.problem
+        if self.failed is not None:
+            status = Status("loss", self.failed)
+            return finish(problem, str(self.engine), nothing(problem), torch.nan, self.state, status, self.watch.losses)
+        val_loss, cotangents, direct = problem.validate(self.state, problem.steps)
+        pairs = zip(tree.split(cotangents)[0], self.tangents, strict=True)
+        flat = torch.stack([leaf.flatten(1) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)
+        flat = torch.where(self._bad < 0, flat, torch.nan)
+        grads = {}
+        for key in problem.learnt:
+            places = [self._place[key, w] for w in range(problem.hypers[key].windows)]
+            grads[key] = flat[places]
+            grads[key][-1] += direct[key]  # the validation loss sees the last window's value
+        bad = self._bad[self._bad >= 0]
+        status = Status("tangent", int(bad.min())) if len(bad) else Status()
+        return finish(problem, str(self.engine), grads, val_loss, self.state, status, self.watch.losses)
+
+    def _ones(self, step: int, count: int) -> Hypers:
+        """dλ/dλ: per key, one column has a 1, that of the window the step lies in."""
+        problem = self.problem
+        ones = {}
+        for key in problem.learnt:
+            one = torch.zeros(count, dtype=problem.dtype, device=problem.device)
+            one[self._place[key, problem.window(key, step)]] = 1
+            ones[key] = one
+        return ones
+
+    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor]]:
+        """The batched step, traced where that pays."""
+        engine, problem = self.engine, self.problem
+        inner = problem.inner
+
+        def step(
+            state: State, batch: Any, hypers: Hypers, tangents: Tangents, ones: Hypers
+        ) -> tuple[State, Tangents, Tensor]:
+            return tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+
+        if engine.compile is True or (engine.compile == "auto" and self._stretch[t] >= compile.WORTH_TRACING):
+            return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
+        return step
+
+
+def tangent_step(
+    inner: Inner,
+    state: State,
+    batch: Any,
+    hypers: Hypers,
+    tangents: Tangents,
+    ones: Hypers,
+    clip: float | None = None,
+) -> tuple[State, Tangents, Tensor]:
+    """One training step and the step of its tangents: a JVP of `inner`, batched over columns.
+
+    Args:
+        tangents: per float leaf of the state, its derivative, columns first.
+        ones: per learnt key, the derivative of its current value, one number per column.
+        clip: bound on H·Z.
+
+    Returns:
+        The state after the step, its tangents, and the loss before it.
+    """
+
+    def column(dstate: Tangents, dlearnt: Hypers) -> tuple[State, Tensor, Tangents]:
+        return _one_column(inner, state, batch, hypers, dstate, dlearnt, clip)
+
+    new_state, loss, dstate = vmap(column, out_dims=_OUT_DIMS, randomness="same")(tangents, ones)
+    return new_state, dstate, loss
+
+
+def _one_column(
+    inner: Inner, state: State, batch: Any, hypers: Hypers, dstate: Tangents, dlearnt: Hypers, clip: float | None
+) -> tuple[State, Tensor, Tangents]:
+    """The step and one tangent of it. Returns the new state, the loss, and the new state's tangent."""
+    params, (buffers, with_buffers), (memory, with_memory) = (
+        state.params,
+        tree.split(state.buffers),
+        tree.split(state.memory),
+    )
+    n, m = len(params), len(buffers)
+    dparams = dict(zip(params, dstate[:n], strict=True))
+    dbuffers, dmemory = dstate[n : n + m], dstate[n + m :]
+    learnt = {key: hypers[key] for key in dlearnt}
+
+    def gradient(params: Any, buffers: Any, learnt: Any) -> Any:
+        def loss(params: Any) -> Any:
+            value, after = inner.functional.loss(params, with_buffers(buffers), batch, hypers | learnt)
+            return value, (value, after)
+
+        grads, (value, after) = grad(loss, has_aux=True)(params)
+        return (grads, tree.split(after)[0]), (grads, after, value)
+
+    def update(params: Any, grads: Any, memory: Any, learnt: Any) -> Any:
+        after = inner.update(params, grads, with_memory(memory), hypers | learnt)
+        return (list(after[0].values()), tree.split(after[1])[0]), after
+
+    _, (dgrads, dbuffers), (grads, new_buffers, loss) = _jvp(
+        gradient, (params, buffers, learnt), (dparams, dbuffers, dlearnt)
+    )
+    if clip is not None:
+        dgrads = tree.map(lambda d: d.clamp(-clip, clip), dgrads)
+    _, (dparams_list, dmemory), (new_params, new_memory) = _jvp(
+        update, (params, grads, memory, learnt), (dparams, dgrads, dmemory, dlearnt)
+    )
+    return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory]
+
+
+def _jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    """(outputs, their tangents, what else `fn` returned)."""
+    return jvp(fn, primals, tangents, has_aux=True)
+
+
+def _grown(leaf: Tensor, count: int) -> Tensor:
+    """Columns that have just begun start at zero."""
+    missing = count - len(leaf)
+    return leaf if not missing else torch.cat([leaf, leaf.new_zeros((missing, *leaf.shape[1:]))])

@@ -1,0 +1,120 @@
+"""A stateful `nn.Module` and its loss as one pure function of parameters, buffers, batch and hyperparameters.
+
+BatchNorm needs care: torch updates running statistics in place and outside autograd, so a validation loss in
+eval mode would silently lose their derivative. Ours are computed out of place, as a part of the state.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from longhorizon.rules import Params
+from longhorizon.task import Loss, Task, call_loss
+
+Buffers = dict[str, Tensor]
+Part = Literal["train", "val"]
+
+
+class Functional:
+    """The model and losses of a task as pure functions.
+
+    Args:
+        task: where the losses come from.
+        module: a fresh model; it is kept for its structure, its own tensors are read once.
+    """
+
+    def __init__(self, task: Task, module: nn.Module):
+        check_module(module)
+        for part in module.modules():
+            if isinstance(part, _BatchNorm):
+                part.forward = partial(_batch_norm, part)  # type: ignore[method-assign]
+        self.module = module
+        self._task = task
+        self._caller = _Caller(module)
+        module.train()
+
+    def initial(self) -> tuple[Params, Buffers]:
+        """Copies of the trainable parameters and of all buffers, by name."""
+        params = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}
+        buffers = {name: b.detach().clone() for name, b in self.module.named_buffers()}
+        return params, buffers
+
+    def loss(
+        self, params: Params, buffers: Buffers, batch: Any, hypers: Mapping[str, Tensor], part: Part = "train"
+    ) -> tuple[Tensor, Buffers]:
+        """The loss of a batch, and the buffers after it."""
+        task = self._task
+        # Clones, because a user's module may write into its buffers.
+        state = {f"module.{k}": b.clone() for k, b in buffers.items()} | {f"module.{k}": p for k, p in params.items()}
+        training = part == "train" or task.val_mode == "train"
+        loss = task.val_loss if part == "val" and task.val_loss is not None else task.loss
+        if self.module.training != training:
+            self.module.train(training)
+        # functional_call writes a reassigned buffer back into the dictionary that it was given.
+        value = functional_call(self._caller, state, (loss, batch, hypers))
+        return value, {k: state[f"module.{k}"] for k in buffers}
+
+
+class _Caller(nn.Module):
+    """Puts the user's `loss(model, batch)` where `functional_call` can swap the model's tensors."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, loss: Loss, batch: Any, hypers: Mapping[str, Tensor]) -> Tensor:
+        return call_loss(loss, self.module, batch, hypers)
+
+
+def check_module(module: object) -> None:
+    """Refuse, by name, what cannot be differentiated."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Task.model returned {type(module).__name__}: expected an nn.Module.")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("the model has no parameters to train; check that `model` returns it with requires_grad on.")
+    for name, p in module.named_parameters():
+        if p.requires_grad and not p.is_floating_point():
+            raise TypeError(f"parameter {name!r} is {p.dtype}: only real floating-point parameters are supported.")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise TypeError(f"module {name!r} is SyncBatchNorm, whose statistics cross processes: use BatchNorm here.")
+        if isinstance(part, _InstanceNorm) and part.track_running_stats:
+            raise TypeError(
+                f"module {name!r} is {type(part).__name__} with running statistics, which torch updates outside "
+                "autograd: set track_running_stats=False."
+            )
+        if any(nn.parameter.is_lazy(p) for p in part.parameters(recurse=False)):
+            raise TypeError(
+                f"module {name!r} is {type(part).__name__}: run one batch through it in Task.model to give it its shape."
+            )
+
+
+def _batch_norm(m: Any, x: Tensor) -> Tensor:
+    """BatchNorm whose running statistics are a differentiable function of their past and of the batch."""
+    m._check_input_dim(x)
+    if not m.training and m.running_mean is not None:
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        scale = (m.running_var + m.eps).rsqrt()
+        scale = scale if m.weight is None else scale * m.weight
+        shift = -m.running_mean * scale
+        shift = shift if m.bias is None else shift + m.bias
+        normed: Tensor = x * scale.view(shape) + shift.view(shape)
+        return normed
+    if m.training and m.running_mean is not None:
+        dims = [d for d in range(x.ndim) if d != 1]
+        var, mean = torch.var_mean(x, dims, correction=1)
+        if m.num_batches_tracked is not None:
+            m.num_batches_tracked = m.num_batches_tracked + 1
+        rate: Any = m.momentum
+        if rate is None:  # a plain average over all batches so far
+            rate = m.num_batches_tracked.reciprocal()
+        m.running_mean = (1 - rate) * m.running_mean + rate * mean
+        m.running_var = (1 - rate) * m.running_var + rate * var
+    return F.batch_norm(x, None, None, m.weight, m.bias, training=True, eps=m.eps)

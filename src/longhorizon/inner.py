@@ -1,0 +1,134 @@
+"""One pure optimizer step, and how it is put together from a model, a rule and hyperparameters.
+
+    gradient: params, buffers, batch, hypers -> grads, buffers, loss       the expensive part, the user's model
+    update:   params, grads, memory, hypers  -> params, memory             the rule, elementwise and cheap
+
+Everything else in the package is a derivative of these two: the forward engine is their JVP, the adjoint
+their VJP. Nothing in here, or there, knows any optimizer by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longhorizon.functional import Buffers, Functional
+from longhorizon.hypers import Hyper, argument, nearest, select
+from longhorizon.rules import Params, Rule
+
+Hypers = dict[str, Tensor]  # key -> 0-dim tensor, the values of one step
+
+
+class State(NamedTuple):
+    """Everything that a step changes."""
+
+    params: Params
+    buffers: Buffers
+    memory: tuple[Any, ...]  # the rule's state, one per group
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share all hyperparameters, like a parameter group of `torch.optim`."""
+
+    names: tuple[str, ...]
+    sources: Mapping[str, str | float]  # rule argument -> key in `hypers`, or the rule's default
+
+    def pick(self, tensors: Params) -> Params:
+        return {name: tensors[name] for name in self.names}
+
+    def values(self, hypers: Hypers) -> dict[str, Any]:
+        return {arg: hypers[s] if isinstance(s, str) else s for arg, s in self.sources.items()}
+
+
+class Inner:
+    """The inner step of a task under a rule."""
+
+    def __init__(self, functional: Functional, rule: Rule, groups: tuple[Group, ...]):
+        self.functional, self.rule, self.groups = functional, rule, groups
+        self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
+
+    def start(self) -> State:
+        """The state before the first step."""
+        params, buffers = self.functional.initial()
+        return State(params, buffers, tuple(self.rule.init(g.pick(params)) for g in self.groups))
+
+    def update(
+        self, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers
+    ) -> tuple[Params, tuple[Any, ...]]:
+        """Apply the rule, group by group."""
+        new_params, new_memory = dict(params), []
+        for group, remembered in zip(self.groups, memory, strict=True):
+            moved, remembered = self.rule.update(
+                group.pick(params), group.pick(grads), remembered, group.values(hypers)
+            )
+            new_params.update(moved)
+            new_memory.append(remembered)
+        return new_params, tuple(new_memory)
+
+    def gradient(
+        self, params: Params, buffers: Buffers, batch: Any, hypers: Hypers, create_graph: bool = False
+    ) -> tuple[Params, Buffers, Tensor]:
+        """The gradient of the training loss by autograd; `params` must require grad."""
+        with torch.enable_grad():
+            loss, new_buffers = self.functional.loss(params, buffers, batch, hypers)
+            got = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(got, params.values(), strict=True)]
+        return dict(zip(params, grads, strict=True)), new_buffers, loss
+
+    def step(self, state: State, batch: Any, hypers: Hypers) -> tuple[State, Tensor]:
+        """One plain training step, no derivative kept."""
+        params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+        grads, buffers, loss = self.gradient(params, state.buffers, batch, hypers)
+        with torch.no_grad():
+            new_params, memory = self.update(state.params, grads, state.memory, hypers)
+        buffers = {name: b.detach() for name, b in buffers.items()}
+        return State(new_params, buffers, memory), loss.detach()
+
+
+def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_loss: bool) -> tuple[Group, ...]:
+    """Sort the parameters by the entries of `hypers` that apply to them.
+
+    An entry with `params` goes before one without; two with `params` must not claim the same parameter.
+    """
+    entries: dict[str, dict[str, str]] = {arg: {} for arg in rule.defaults}  # argument -> parameter -> key
+    for specific in (False, True):
+        for key, hyper in hypers.items():
+            arg = argument(key)
+            if arg not in rule.defaults:
+                _check_loss_key(key, hyper, rule, learnt_loss)
+                continue
+            if (hyper.params is not None) is not specific:
+                continue
+            names = list(params) if hyper.params is None else select(key, hyper.params, params)
+            for name in names:
+                other = entries[arg].get(name)
+                if other is not None and (hypers[other].params is not None) is specific:
+                    raise ValueError(
+                        f"hyperparameters {other!r} and {key!r} both set {arg!r} of parameter {name!r}; "
+                        "narrow one's `params`."
+                    )
+                entries[arg][name] = key
+    used = {key for chosen in entries.values() for key in chosen.values()}
+    idle = [key for key in hypers if argument(key) in rule.defaults and key not in used]
+    if idle:
+        raise ValueError(f"hyperparameter {idle[0]!r} applies to no parameter: others with `params` claim them all.")
+    sorted_names: dict[tuple[str | float, ...], list[str]] = {}
+    for name in params:
+        sources = tuple(entries[arg].get(name, default) for arg, default in rule.defaults.items())
+        sorted_names.setdefault(sources, []).append(name)
+    return tuple(
+        Group(tuple(names), dict(zip(rule.defaults, sources, strict=True))) for sources, names in sorted_names.items()
+    )
+
+
+def _check_loss_key(key: str, hyper: Hyper, rule: Rule, learnt_loss: bool) -> None:
+    if not learnt_loss:
+        raise ValueError(
+            f"unknown hyperparameter {key!r}: it is no float argument of {rule.name}, and the loss takes no `hypers`."
+            f"{nearest(argument(key), list(rule.defaults))}"
+        )
+    if hyper.params is not None:
+        raise ValueError(f"hyperparameter {key!r} belongs to the loss: `params` applies to the rule's arguments only.")

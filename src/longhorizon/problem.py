@@ -1,0 +1,224 @@
+"""One training run, checked and ready: what every engine is handed."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from longhorizon import seeds, tree
+from longhorizon.batches import Batches, device_of
+from longhorizon.functional import Functional
+from longhorizon.hypers import Hyper, argument, check_hypers, check_values, nearest, window_of
+from longhorizon.inner import Hypers, Inner, State, make_groups
+from longhorizon.rules import Rule
+from longhorizon.task import Task
+
+
+class NotDifferentiable(TypeError):  # noqa: N818 - says what is wrong
+    """The model uses an operation that torch cannot differentiate in the way an engine needs."""
+
+
+@dataclass
+class Problem:
+    """A run of `steps` steps from a seed, at given hyperparameter values.
+
+    Everything here is a function of the run's seed and of the step number, so any step can be repeated alone.
+    """
+
+    task: Task
+    rule: Rule
+    hypers: dict[str, Hyper]
+    steps: int
+    seed: int
+    values: dict[str, Tensor]  # float64, one per window
+    inner: Inner
+    start: State
+    batches: Batches
+    val: list[Any]
+
+    def __post_init__(self) -> None:
+        params = self.start.params
+        self.device = device_of(params)
+        self.dtype = next(iter(params.values())).dtype
+        self._on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
+        self.learnt = [key for key, hyper in self.hypers.items() if hyper.learn]
+        self.n_values = sum(self.hypers[key].windows for key in self.learnt)
+        self.n_params = sum(p.numel() for p in params.values())
+
+    def window(self, key: str, step: int) -> int:
+        """The window of `key` that a step lies in."""
+        return window_of(step, self.steps, self.hypers[key].windows)
+
+    def hypers_at(self, step: int) -> Hypers:
+        """The value of every entry at a step, as 0-dim tensors."""
+        return {key: values[self.window(key, step)] for key, values in self._on_device.items()}
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step, the same whenever it is asked for."""
+        return self.batches[step]
+
+    def seed_step(self, step: int) -> None:
+        """Make the model's own randomness (dropout) a function of the step."""
+        seeds.seed_torch(seeds.mix(self.seed, step, seeds.STEP))
+
+    def train_step(self, state: State, step: int) -> tuple[State, Tensor]:
+        """One plain training step; returns the loss before it."""
+        batch = self.batch(step)
+        self.seed_step(step)
+        return self.inner.step(state, batch, self.hypers_at(step))
+
+    def validation_loss(self, state: State, step: int) -> Tensor:
+        """The validation loss after `step` steps, without derivatives."""
+        seeds.seed_torch(seeds.mix(self.seed, step, seeds.VALIDATE))
+        hypers = self.hypers_at(min(step, self.steps) - 1)
+        with torch.no_grad():
+            losses = [self.inner.functional.loss(state.params, state.buffers, b, hypers, "val")[0] for b in self.val]
+        return torch.stack(losses).mean()
+
+    def validate(self, state: State, step: int) -> tuple[Tensor, State, Hypers]:
+        """The validation loss after `step` steps, its derivative in the state, and its direct one in the hypers."""
+        seeds.seed_torch(seeds.mix(self.seed, step, seeds.VALIDATE))
+        real, rebuild = tree.split(state)
+        real = [leaf.detach().requires_grad_() for leaf in real]
+        state = rebuild(real)
+        hypers = {key: h.detach().requires_grad_() for key, h in self.hypers_at(step - 1).items()}
+        inputs = real + list(hypers.values())
+        total, sums = torch.zeros((), dtype=self.dtype, device=self.device), [torch.zeros_like(x) for x in inputs]
+        for batch in self.val:
+            with torch.enable_grad():
+                loss, _ = self.inner.functional.loss(state.params, state.buffers, batch, hypers, "val")
+                if not loss.requires_grad:
+                    raise NotDifferentiable(
+                        "the validation loss does not depend on the parameters; remove `detach` or `no_grad` from it."
+                    )
+                grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+            total = total + loss.detach()
+            sums = [s if g is None else s + g for s, g in zip(sums, grads, strict=True)]
+        n = len(self.val)
+        sums = [s / n for s in sums]
+        return total / n, rebuild(sums[: len(real)]), dict(zip(hypers, sums[len(real) :], strict=True))
+
+    def share(self, per_step: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sum the hypergradients of single steps over windows."""
+        shared = {}
+        for key, g in per_step.items():
+            windows = torch.tensor([self.window(key, t) for t in range(self.steps)], device=g.device)
+            shared[key] = torch.zeros(self.hypers[key].windows, dtype=g.dtype, device=g.device).index_add(0, windows, g)
+        return shared
+
+
+def make_problem(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    steps: int,
+    seed: int,
+    values: Mapping[str, Any] | None = None,
+    like: Problem | None = None,
+) -> Problem:
+    """Check everything that can be checked before the first step, and gather it.
+
+    Args:
+        like: an earlier run of the same task, rule and hypers, whose traced steps may be used again.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and the remedy.
+    """
+    if not isinstance(task, Task):
+        raise TypeError(f"task={task!r}: expected a Task.")
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule={rule!r}: expected a rule such as longhorizon.sgd().")
+    check_hypers(hypers, steps)
+    chosen = _chosen_values(hypers, values)
+    seeds.seed_all(seeds.mix(seed, seeds.INIT))
+    functional = Functional(task, task.model())
+    params, _ = functional.initial()
+    inner = Inner(functional, rule, make_groups(rule, hypers, params, task.has_learnt_loss))
+    all_trained = all(p.requires_grad for p in functional.module.parameters())
+    if like is not None and all_trained and like.start.params.keys() == params.keys():
+        inner = like.inner
+        inner.functional.module.load_state_dict(functional.module.state_dict())
+    batches = Batches(task.train, seed, steps)
+    seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))
+    val = list(task.val(seed))
+    if not val:
+        raise ValueError(f"Task.val({seed}) returned no batches: the validation loss needs at least one.")
+    problem = Problem(task, rule, dict(hypers), int(steps), seed, chosen, inner, inner.start(), batches, val)
+    _check_losses(problem)
+    return problem
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """What every differentiated run needs around it: random generators put back afterwards, and attention in the
+    only form that can be differentiated twice.
+    """
+    with seeds.isolated(), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _chosen_values(hypers: Mapping[str, Hyper], values: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    chosen = {key: hyper.values() for key, hyper in hypers.items()}
+    for key, given in (values or {}).items():
+        if key not in hypers:
+            raise ValueError(f"values has the unknown hyperparameter {key!r}.{nearest(key, list(hypers))}")
+        chosen[key] = torch.as_tensor(given, dtype=torch.float64).detach().cpu().reshape(-1).clone()
+        check_values(key, hypers[key], chosen[key])
+    return chosen
+
+
+class _Recorder(dict[str, Tensor]):
+    """Hyperparameter values that remember which were read."""
+
+    def __init__(self, values: Hypers):
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self:
+            raise ValueError(f"the loss reads hyperparameter {key!r}, which `hypers` lacks.{nearest(key, list(self))}")
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in self:
+            return self[key]
+        return default
+
+
+def _check_losses(problem: Problem) -> None:
+    """Call both losses once: scalar, floating point, and every hyperparameter of the loss is read."""
+    functional, state = problem.inner.functional, problem.start
+    recorder = _Recorder(problem.hypers_at(0))
+    first = problem.batch(0)
+    if problem.batches.is_sequence and not tree.equal(first, problem.batch(0)):
+        raise ValueError(
+            f"Task.train({problem.seed})[0] gave two different batches: draw randomness from the seed or from torch, "
+            "numpy or random, which are seeded for every step."
+        )
+    for part, batch, loss in (
+        ("train", first, problem.task.loss),
+        ("val", problem.val[0], problem.task.val_loss or problem.task.loss),
+    ):
+        name = "loss" if loss is problem.task.loss else "val_loss"
+        problem.seed_step(0)
+        with torch.no_grad():
+            value, _ = functional.loss(state.params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"Task.{name} returned {type(value).__name__} on a {part} batch: expected a scalar tensor.")
+        if value.ndim != 0 or not value.is_floating_point():
+            raise ValueError(
+                f"Task.{name} returned shape {tuple(value.shape)}, {value.dtype}, on a {part} batch: "
+                "expected a scalar of floating point; take the mean."
+            )
+    unread = [k for k in problem.hypers if argument(k) not in problem.rule.defaults and k not in recorder.read]
+    if unread:
+        known = sorted(recorder.read) + list(problem.rule.defaults)
+        raise ValueError(
+            f"unknown hyperparameter {unread[0]!r}: it is no float argument of {problem.rule.name} and the loss never "
+            f"reads it.{nearest(unread[0], known)}"
+        )

@@ -1,0 +1,189 @@
+"""Optimizers as pure functions: `update(params, grads, state, hypers) -> (params, state)`.
+
+Hyperparameters are an argument, not a part of the rule, because they are what we differentiate. Every rule
+is written out of place and never branches on a hyperparameter's value, so its JVP and VJP exist everywhere,
+at zero too. A hyperparameter arrives as a 0-dim tensor, or as a plain float where it is fixed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Params = dict[str, Tensor]
+Values = Mapping[str, Any]  # argument name -> float or 0-dim tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How parameters move.
+
+    Args:
+        name: what error messages, run records and `torch.optim` twins are found by.
+        defaults: every float argument with the value it has unless a `Hyper` sets it; each is learnable.
+        init: `params -> state`, a NamedTuple of tensors.
+        update: `(params, grads, state, hypers) -> (params, state)`, pure, state of the same structure.
+        options: the arguments that are not floats (`nesterov`), for the record.
+    """
+
+    name: str
+    defaults: Mapping[str, float]
+    init: Callable[[Params], Any]
+    update: Callable[[Params, Params, Any, Values], tuple[Params, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for argument, value in self.defaults.items():
+            if isinstance(value, bool) or not isinstance(value, float | int):
+                raise TypeError(
+                    f"{self.name}({argument}={value!r}): expected a float; to learn it, list it in `hypers`."
+                )
+
+
+class SgdState(NamedTuple):
+    """What `sgd` remembers."""
+
+    velocity: Params  # as the parameters
+    step: Tensor  # int64 scalar, steps taken
+
+
+def sgd(
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    *,
+    nesterov: bool = False,
+) -> Rule:
+    """Stochastic gradient descent with momentum and coupled weight decay, as `torch.optim.SGD`.
+
+        g ← g + ξ θ        v ← β v + (1 − τ) g   (first step: v ← g)        θ ← θ − α v   (Nesterov: g + β v)
+
+    One difference is deliberate. torch stops updating its buffer while momentum is exactly zero, which makes the
+    training run discontinuous there and its derivative with respect to momentum zero. Ours is the limit
+    β → 0 of torch's update, so momentum can be learnt from a zero start; `Schedule.attach` reproduces it.
+
+    Args:
+        lr: step size α.
+        momentum: β.
+        dampening: τ.
+        weight_decay: ξ.
+        nesterov: look ahead along the new velocity.
+    """
+    if nesterov and dampening != 0.0:
+        raise ValueError(f"sgd(nesterov=True, dampening={dampening}): Nesterov momentum needs dampening 0.")
+
+    def init(params: Params) -> SgdState:
+        velocity = {name: torch.zeros_like(p) for name, p in params.items()}
+        return SgdState(velocity, _counter(params))
+
+    def update(params: Params, grads: Params, state: SgdState, h: Values) -> tuple[Params, SgdState]:
+        first = state.step == 0
+        new_params, new_velocity = {}, {}
+        for name, p in params.items():
+            g = grads[name] + h["weight_decay"] * p
+            damped = (1 - h["dampening"]) * g
+            v = h["momentum"] * state.velocity[name] + torch.where(first, g, damped)
+            direction = g + h["momentum"] * v if nesterov else v
+            new_params[name] = p - h["lr"] * direction
+            new_velocity[name] = v
+        return new_params, SgdState(new_velocity, state.step + 1)
+
+    defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+    return Rule("sgd", defaults, init, update, {"nesterov": nesterov})
+
+
+class AdamState(NamedTuple):
+    """What `adam` and `adamw` remember."""
+
+    first: Params  # running mean of the gradient
+    second: Params  # running mean of its square
+    step: Tensor  # int64 scalar, steps taken
+
+
+def adam(
+    lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
+) -> Rule:
+    """Adam with coupled weight decay, as `torch.optim.Adam` (whose `betas` are `beta1` and `beta2` here).
+
+        g ← g + ξ θ    m ← β₁ m + (1 − β₁) g    s ← β₂ s + (1 − β₂) g²    θ ← θ − α m̂ / (√ŝ + ε)
+
+    with m̂ = m / (1 − β₁ᵗ), ŝ = s / (1 − β₂ᵗ). Kingma & Ba, ICLR 2015.
+    """
+    defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    return Rule("adam", defaults, _adam_init, _adam_update(decoupled=False))
+
+
+def adamw(
+    lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 1e-2
+) -> Rule:
+    """Adam with decoupled weight decay, as `torch.optim.AdamW`: θ ← (1 − α ξ) θ before Adam's step.
+
+    Loshchilov & Hutter, ICLR 2019.
+    """
+    defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    return Rule("adamw", defaults, _adam_init, _adam_update(decoupled=True))
+
+
+def clipped(rule: Rule, grad_clip: float) -> Rule:
+    """`rule` behind an elementwise clip of the gradient to ±`grad_clip`, itself learnable under that name.
+
+    The clip belongs to the training run (`torch.nn.utils.clip_grad_value_` in plain PyTorch), so every engine
+    differentiates through it. It is not the clip of H·Z, which `Forward(clip=)` applies to the tangents alone.
+    """
+    if not grad_clip > 0:
+        raise ValueError(f"clipped(grad_clip={grad_clip}): the clip level must be positive.")
+
+    def update(params: Params, grads: Params, state: Any, h: Values) -> tuple[Params, Any]:
+        level = h["grad_clip"]
+        if not isinstance(level, Tensor):
+            grads = {name: g.clamp(-level, level) for name, g in grads.items()}
+        else:
+            grads = {name: torch.minimum(torch.maximum(g, -level), level) for name, g in grads.items()}
+        return rule.update(params, grads, state, h)
+
+    defaults = {**rule.defaults, "grad_clip": grad_clip}
+    return Rule(f"clipped {rule.name}", defaults, rule.init, update, rule.options)
+
+
+def _adam_init(params: Params) -> AdamState:
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    return AdamState(zeros, {name: torch.zeros_like(p) for name, p in params.items()}, _counter(params))
+
+
+def _adam_update(decoupled: bool) -> Callable[[Params, Params, Any, Values], tuple[Params, Any]]:
+    def update(params: Params, grads: Params, state: AdamState, h: Values) -> tuple[Params, AdamState]:
+        step = state.step + 1
+        correction1 = 1 - h["beta1"] ** step
+        correction2 = (1 - h["beta2"] ** step).sqrt()
+        new_params, first, second = {}, {}, {}
+        for name, p in params.items():
+            g = grads[name]
+            if decoupled:
+                p = p * (1 - h["lr"] * h["weight_decay"])
+            else:
+                g = g + h["weight_decay"] * p
+            m = h["beta1"] * state.first[name] + (1 - h["beta1"]) * g
+            s = h["beta2"] * state.second[name] + (1 - h["beta2"]) * g * g
+            new_params[name] = p - h["lr"] / correction1 * m / (_root(s) / correction2 + h["eps"])
+            first[name], second[name] = m, s
+        return new_params, AdamState(first, second, step)
+
+    return update
+
+
+def _root(s: Tensor) -> Tensor:
+    """√s with slope 0 at s = 0, where the true slope is infinite.
+
+    There the first moment is zero too and multiplies it, so the product's derivative is exactly zero; autograd
+    would make 0 · ∞ = NaN of it. A negative s still gives NaN, as in torch.
+    """
+    at_zero = s == 0
+    return torch.where(at_zero, 0.0, torch.where(at_zero, 1.0, s).sqrt())
+
+
+def _counter(params: Params) -> Tensor:
+    device = next(iter(params.values())).device
+    return torch.zeros((), dtype=torch.int64, device=device)

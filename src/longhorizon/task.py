@@ -1,0 +1,68 @@
+"""What is trained and judged: a model, a loss, a stream of training batches and a validation set."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training problem, described by four functions.
+
+    Args:
+        model: `() -> nn.Module`, called under the run's seed. Parameters that do not require a gradient stay fixed.
+        loss: `(model, batch) -> scalar`, or `(model, batch, hypers) -> scalar` if the loss itself has learnt
+            hyperparameters; `hypers` then holds the current value of every entry by its key.
+        train: `(seed) -> batches`, at least as many as the run has steps. A sequence (anything with `__getitem__`) is
+            read by step number; an iterable is read in order. Equal seeds must give equal batches.
+        val: `(seed) -> list of batches`. The validation loss is the plain mean over them, so make them of equal size.
+        val_loss: judges the trained model where that differs from `loss` (for instance without label smoothing).
+        val_mode: "eval" judges as the model will be used: no dropout, BatchNorm by its running statistics, through
+            whose history we differentiate too. "train" uses batch statistics and dropout, as in training.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Loss
+    train: Callable[[int], Iterable[Any]]
+    val: Callable[[int], Sequence[Any]]
+    val_loss: Loss | None = None
+    val_mode: Literal["eval", "train"] = "eval"
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "train", "val"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"Task({name}={getattr(self, name)!r}): expected a function.")
+        if isinstance(self.model, nn.Module):
+            raise TypeError(
+                "Task(model=…): expected a function that makes the model (every run starts from a fresh one); "
+                "write `model=lambda: MyModel()`."
+            )
+        if self.val_loss is not None and not callable(self.val_loss):
+            raise TypeError(f"Task(val_loss={self.val_loss!r}): expected a function or None.")
+        if self.val_mode not in ("eval", "train"):
+            raise ValueError(f"Task(val_mode={self.val_mode!r}): expected 'eval' or 'train'.")
+
+    @property
+    def has_learnt_loss(self) -> bool:
+        """Whether `loss` takes the hyperparameters as a third argument."""
+        return takes_hypers(self.loss)
+
+
+def takes_hypers(loss: Loss) -> bool:
+    """Whether a loss takes `(model, batch, hypers)` rather than `(model, batch)`."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= 3
+
+
+def call_loss(loss: Loss, model: nn.Module, batch: Any, hypers: Mapping[str, Tensor]) -> Tensor:
+    """The loss, with the hyperparameters if it takes them."""
+    return loss(model, batch, hypers) if takes_hypers(loss) else loss(model, batch)

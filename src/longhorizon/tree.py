@@ -1,0 +1,72 @@
+"""Nested dicts, tuples and NamedTuples of tensors, handled as one vector.
+
+Only floating-point leaves can carry a derivative. `split` takes them out of a tree as a list, with a
+function that puts a list like it back; step counters and other integers stay where they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # torch's own functional transforms use this module
+
+Tree = Any  # a nested structure whose leaves are tensors
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """The tensors of `tree`, in a fixed order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def map(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
+    """`fn` over the corresponding leaves of trees of one structure."""
+    return pytree.tree_map(fn, first, *others)
+
+
+def is_real(leaf: object) -> bool:
+    """Whether a leaf can carry a derivative."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def split(tree: Tree) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tree]]:
+    """The floating-point leaves of `tree`, and how to rebuild the tree around new ones.
+
+    >>> real, rebuild = split({"w": torch.ones(2), "count": torch.tensor(3)})
+    >>> rebuild([2 * real[0]])
+    {'w': tensor([2., 2.]), 'count': tensor(3)}
+    """
+    flat, spec = pytree.tree_flatten(tree)
+    places = [i for i, leaf in enumerate(flat) if is_real(leaf)]
+
+    def rebuild(real: Sequence[Tensor]) -> Tree:
+        new = list(flat)
+        for place, leaf in zip(places, real, strict=True):
+            new[place] = leaf
+        return pytree.tree_unflatten(new, spec)
+
+    return [flat[i] for i in places], rebuild
+
+
+def detach(tree: Tree) -> Tree:
+    """The same numbers with no history."""
+    return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def equal(one: Tree, other: Tree) -> bool:
+    """Whether two trees hold the same numbers, bit for bit (NaN equals NaN)."""
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def nbytes(tree: Tree) -> int:
+    """Memory that the leaves occupy."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
