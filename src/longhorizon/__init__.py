@@ -10,10 +10,16 @@ from longhorizon.engines import (
     hypergradient,
 )
 from longhorizon.hypers import Hyper
+from longhorizon.outer import GradientDescent, SignDescent, TorchOuter, search_range
 from longhorizon.problem import NotDifferentiable
 from longhorizon.result import Hypergradient, Status
+from longhorizon.retrain import Retrained, retrain
 from longhorizon.rules import Rule, adam, adamw, clipped, sgd
+from longhorizon.run import Interrupted, Tuned, tune
+from longhorizon.rundir import RunDirectory, RunError
+from longhorizon.schedule import Schedule
 from longhorizon.task import Task
+from longhorizon.tune import OuterStep, steps
 
 __version__ = "0.1.0"
 
@@ -36,7 +42,23 @@ __all__ = [
     "Adjoint",
     "Greedy",
     "FiniteDifference",
+    # Tuning: the outer loop
+    "tune",
+    "Tuned",
+    "steps",
+    "OuterStep",
+    "SignDescent",
+    "GradientDescent",
+    "TorchOuter",
+    "search_range",
+    # The result: a schedule to save, attach, and train with
+    "Schedule",
+    "retrain",
+    "Retrained",
+    "RunDirectory",
     # Errors of their own
     "NotDifferentiable",
     "ReplayError",
+    "RunError",
+    "Interrupted",
 ]

@@ -53,13 +53,25 @@ class Functional:
         task = self._task
         # Clones, because a user's module may write into its buffers.
         state = {f"module.{k}": b.clone() for k, b in buffers.items()} | {f"module.{k}": p for k, p in params.items()}
-        training = part == "train" or task.val_mode == "train"
         loss = task.val_loss if part == "val" and task.val_loss is not None else task.loss
-        if self.module.training != training:
-            self.module.train(training)
+        self._set_mode(training=part == "train" or task.val_mode == "train")
         # functional_call writes a reassigned buffer back into the dictionary that it was given.
         value = functional_call(self._caller, state, (loss, batch, hypers))
         return value, {k: state[f"module.{k}"] for k in buffers}
+
+    def measure(self, params: Params, buffers: Buffers, batch: Any) -> Mapping[str, Tensor]:
+        """The task's metrics on a batch, in eval mode."""
+        if self._task.metrics is None:
+            return {}
+        state = {f"module.{k}": t for k, t in (buffers | params).items()}
+        self._set_mode(training=False)
+        with torch.no_grad():
+            found: Mapping[str, Tensor] = functional_call(self._caller, state, (self._task.metrics, batch, {}))
+        return found
+
+    def _set_mode(self, training: bool) -> None:
+        if self.module.training != training:
+            self.module.train(training)
 
 
 class _Caller(nn.Module):
@@ -91,9 +103,7 @@ def check_module(module: object) -> None:
                 "autograd: set track_running_stats=False."
             )
         if any(nn.parameter.is_lazy(p) for p in part.parameters(recurse=False)):
-            raise TypeError(
-                f"module {name!r} is {type(part).__name__}: run one batch through it in Task.model to give it its shape."
-            )
+            raise TypeError(f"module {name!r} is {type(part).__name__}: run one batch through it inside Task.model.")
 
 
 def _batch_norm(m: Any, x: Tensor) -> Tensor:
@@ -110,11 +120,9 @@ def _batch_norm(m: Any, x: Tensor) -> Tensor:
     if m.training and m.running_mean is not None:
         dims = [d for d in range(x.ndim) if d != 1]
         var, mean = torch.var_mean(x, dims, correction=1)
-        if m.num_batches_tracked is not None:
-            m.num_batches_tracked = m.num_batches_tracked + 1
-        rate: Any = m.momentum
-        if rate is None:  # a plain average over all batches so far
-            rate = m.num_batches_tracked.reciprocal()
+        m.num_batches_tracked = m.num_batches_tracked + 1
+        # without a momentum, a plain average over all batches so far
+        rate: Any = m.momentum if m.momentum is not None else mean.new_ones(()) / m.num_batches_tracked
         m.running_mean = (1 - rate) * m.running_mean + rate * mean
         m.running_var = (1 - rate) * m.running_var + rate * var
     return F.batch_norm(x, None, None, m.weight, m.bias, training=True, eps=m.eps)

@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longhorizon import seeds, tree
 from longhorizon.batches import Batches, device_of
-from longhorizon.functional import Functional
+from longhorizon.functional import Buffers, Functional
 from longhorizon.hypers import Hyper, argument, check_hypers, check_values, nearest, window_of
 from longhorizon.inner import Hypers, Inner, State, make_groups
-from longhorizon.rules import Rule
+from longhorizon.rules import Params, Rule
 from longhorizon.task import Task
 
 
@@ -101,6 +101,11 @@ class Problem:
         n = len(self.val)
         sums = [s / n for s in sums]
         return total / n, rebuild(sums[: len(real)]), dict(zip(hypers, sums[len(real) :], strict=True))
+
+    def measure(self, params: Params, buffers: Buffers) -> dict[str, float]:
+        """The task's metrics on the validation set, means over its batches."""
+        found = [self.inner.functional.measure(params, buffers, batch) for batch in self.val]
+        return {name: sum(float(m[name]) for m in found) / len(found) for name in found[0]}
 
     def share(self, per_step: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum the hypergradients of single steps over windows."""

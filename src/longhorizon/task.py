@@ -24,6 +24,9 @@ class Task:
         val_loss: judges the trained model where that differs from `loss` (for instance without label smoothing).
         val_mode: "eval" judges as the model will be used: no dropout, BatchNorm by its running statistics, through
             whose history we differentiate too. "train" uses batch statistics and dropout, as in training.
+        metrics: `(model, batch) -> {"accuracy": …}`, numbers to watch besides the loss; taken in eval mode.
+        full: `(seed) -> batches` of training and validation data together, for training with the result.
+        test: `() -> list of batches` that nothing has seen.
     """
 
     model: Callable[[], nn.Module]
@@ -32,6 +35,9 @@ class Task:
     val: Callable[[int], Sequence[Any]]
     val_loss: Loss | None = None
     val_mode: Literal["eval", "train"] = "eval"
+    metrics: Callable[[nn.Module, Any], Mapping[str, Tensor]] | None = None
+    full: Callable[[int], Iterable[Any]] | None = None
+    test: Callable[[], Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "train", "val"):
@@ -42,8 +48,9 @@ class Task:
                 "Task(model=…): expected a function that makes the model (every run starts from a fresh one); "
                 "write `model=lambda: MyModel()`."
             )
-        if self.val_loss is not None and not callable(self.val_loss):
-            raise TypeError(f"Task(val_loss={self.val_loss!r}): expected a function or None.")
+        for name in ("val_loss", "metrics", "full", "test"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"Task({name}={getattr(self, name)!r}): expected a function or None.")
         if self.val_mode not in ("eval", "train"):
             raise ValueError(f"Task(val_mode={self.val_mode!r}): expected 'eval' or 'train'.")
 

@@ -1,0 +1,206 @@
+"""The outer step: from hypergradients to new values.
+
+All three see the hypergradient's window mean (g/W), so that one setting serves any horizon, and move in the coordinate
+that the hyperparameter's scale names: the value itself, or its logarithm. Bounds are kept by projection.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from longhorizon.hypers import DEFAULT_STEPS, Hyper, argument
+
+Values = dict[str, Tensor]  # key -> one number per window, float64
+State = dict[str, Any]  # plain numbers and tensors, so that it can be saved
+
+
+class Outer(Protocol):
+    """How values move from one outer step to the next."""
+
+    def init(self, hypers: Mapping[str, Hyper]) -> State: ...
+
+    def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
+        """New values from the window means of a hypergradient; a NaN moves nothing."""
+        ...
+
+    def shrink(self, state: State) -> State:
+        """Smaller steps, after a run that diverged."""
+        ...
+
+    def converged(self, state: State) -> bool: ...
+
+
+@dataclass(frozen=True)
+class SignDescent:
+    """The paper's Algorithm 2: each value moves by its own γ against the sign of its hypergradient.
+
+        λ ← λ − sign(g) · γ,  and γ ← γ · factor first if the sign differs from the last one
+
+    γ starts at `Hyper.step`. Together with the number of outer steps it bounds the search, which `search_range` tells.
+    A hypergradient that is zero or not finite moves nothing and halves nothing.
+
+    Args:
+        factor: what γ is multiplied by when a sign flips.
+        tolerance: the run has converged when every γ is at most this fraction of its start.
+    """
+
+    factor: float = 0.5
+    tolerance: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < 1:
+            raise ValueError(f"SignDescent(factor={self.factor}): expected a number between 0 and 1.")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"SignDescent(tolerance={self.tolerance}): expected a fraction from 0 to below 1.")
+
+    def init(self, hypers: Mapping[str, Hyper]) -> State:
+        gamma = {k: torch.full((h.windows,), step_size(k, h), dtype=torch.float64) for k, h in _learnt(hypers).items()}
+        sign = {key: torch.zeros_like(g) for key, g in gamma.items()}
+        return {"gamma": gamma, "first": {key: g.clone() for key, g in gamma.items()}, "sign": sign}
+
+    def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
+        new, gammas, signs = dict(values), dict(state["gamma"]), dict(state["sign"])
+        for key, hyper in _learnt(hypers).items():
+            sign = torch.where(mean[key].isfinite(), mean[key], 0.0).sign()
+            last = state["sign"][key]
+            flipped = sign * last < 0
+            gammas[key] = torch.where(flipped, gammas[key] * self.factor, gammas[key])
+            signs[key] = torch.where(sign == 0, last, sign)
+            new[key] = move(values[key], -sign * gammas[key], hyper)
+        return new, {**state, "gamma": gammas, "sign": signs}
+
+    def shrink(self, state: State) -> State:
+        return {**state, "gamma": {key: g * self.factor for key, g in state["gamma"].items()}}
+
+    def converged(self, state: State) -> bool:
+        # γ against its own start. Against λ, a value near zero never converges and a negative one always has.
+        pairs = [(g, state["first"][key]) for key, g in state["gamma"].items()]
+        return all(bool((g <= self.tolerance * first).all()) for g, first in pairs)
+
+
+@dataclass(frozen=True)
+class GradientDescent:
+    """The paper's Algorithm 1: λ ← λ − rate · g / W.
+
+    Args:
+        rate: one for all, or one per key.
+    """
+
+    rate: float | Mapping[str, float] = 0.1
+
+    def init(self, hypers: Mapping[str, Hyper]) -> State:
+        rates = self.rate if isinstance(self.rate, Mapping) else dict.fromkeys(hypers, self.rate)
+        for key in _learnt(hypers):
+            if key not in rates:
+                raise ValueError(f"GradientDescent(rate={dict(rates)}): no rate for hyperparameter {key!r}.")
+        return {"rate": {key: float(rates[key]) for key in _learnt(hypers)}}
+
+    def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
+        new = dict(values)
+        for key, hyper in _learnt(hypers).items():
+            slope = _in_scale(mean[key], values[key], hyper)
+            new[key] = move(values[key], -state["rate"][key] * torch.where(slope.isfinite(), slope, 0.0), hyper)
+        return new, state
+
+    def shrink(self, state: State) -> State:
+        return {"rate": {key: rate / 2 for key, rate in state["rate"].items()}}
+
+    def converged(self, state: State) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class TorchOuter:
+    """Any `torch.optim` optimizer as the outer one, on g/W.
+
+    Args:
+        make: `(parameters) -> optimizer`, for instance `functools.partial(torch.optim.Adam, lr=0.02)`.
+    """
+
+    make: Callable[[Any], torch.optim.Optimizer]
+
+    def init(self, hypers: Mapping[str, Hyper]) -> State:
+        return {"optimizer": None, "shrink": 1.0}
+
+    def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
+        learnt = _learnt(hypers)
+        points = {key: (v.log() if learnt[key].scale == "log" else v.clone()) for key, v in _of(learnt, values).items()}
+        leaves = [torch.nn.Parameter(p) for p in points.values()]
+        optimizer = self.make(leaves)
+        if state["optimizer"] is not None:
+            optimizer.load_state_dict(state["optimizer"])
+        for leaf, (key, hyper) in zip(leaves, learnt.items(), strict=True):
+            slope = _in_scale(mean[key], values[key], hyper)
+            leaf.grad = torch.where(slope.isfinite(), slope, 0.0)
+        optimizer.step()
+        new = dict(values)
+        for leaf, (key, hyper) in zip(leaves, learnt.items(), strict=True):
+            moved = (leaf.detach() - points[key]) * state["shrink"]
+            frozen = ~mean[key].isfinite()  # an optimizer with momentum would move it all the same
+            new[key] = move(values[key], torch.where(frozen, 0.0, moved), hyper)
+        return new, {"optimizer": optimizer.state_dict(), "shrink": state["shrink"]}
+
+    def shrink(self, state: State) -> State:
+        return {**state, "shrink": state["shrink"] / 2}
+
+    def converged(self, state: State) -> bool:
+        return False
+
+
+def as_outer(outer: Any) -> Outer:
+    """An outer optimizer from what the user gave."""
+    if callable(outer) and not hasattr(outer, "update"):
+        return TorchOuter(outer)
+    if not hasattr(outer, "update") or isinstance(outer, type):
+        raise ValueError(
+            f"outer={outer!r}: expected lh.SignDescent(), lh.GradientDescent(), or a function from parameters to a "
+            "torch.optim optimizer, e.g. functools.partial(torch.optim.Adam, lr=0.02)."
+        )
+    return outer  # type: ignore[no-any-return]
+
+
+def move(values: Tensor, by: Tensor, hyper: Hyper) -> Tensor:
+    """Values moved in their own scale, then put back inside the bounds."""
+    moved = values * by.exp() if hyper.scale == "log" else values + by
+    return moved.clamp(-math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high)
+
+
+def step_size(key: str, hyper: Hyper) -> float:
+    """γ at the start."""
+    if hyper.step is not None:
+        return float(hyper.step)
+    if hyper.scale == "log":
+        return 0.25
+    if argument(key) in DEFAULT_STEPS:
+        return DEFAULT_STEPS[argument(key)]
+    raise ValueError(f"hyperparameter {key!r} has no `step`, and there is no usual one for it; give Hyper(…, step=…).")
+
+
+def search_range(hypers: Mapping[str, Hyper], outer_steps: int) -> dict[str, tuple[float, float]]:
+    """How far `SignDescent` can get from the starts in a number of outer steps.
+
+    >>> search_range({"lr": Hyper(0.0, step=0.1, low=-0.5)}, 10)
+    {'lr': (-0.5, 1.0)}
+    """
+    ranges = {}
+    for key, hyper in _learnt(hypers).items():
+        reach = torch.full((hyper.windows,), step_size(key, hyper) * outer_steps, dtype=torch.float64)
+        low, high = move(hyper.values(), -reach, hyper), move(hyper.values(), reach, hyper)
+        ranges[key] = (float(low.min()), float(high.max()))
+    return ranges
+
+
+def _in_scale(mean: Tensor, values: Tensor, hyper: Hyper) -> Tensor:
+    return mean * values if hyper.scale == "log" else mean  # dL/d ln λ = λ dL/dλ
+
+
+def _learnt(hypers: Mapping[str, Hyper]) -> dict[str, Hyper]:
+    return {key: hyper for key, hyper in hypers.items() if hyper.learn}
+
+
+def _of(keys: Mapping[str, Any], values: Values) -> Values:
+    return {key: values[key] for key in keys}

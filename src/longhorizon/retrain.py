@@ -1,0 +1,83 @@
+"""Train from scratch with a schedule, on all data but the test set, and test."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, stdev
+
+import torch
+
+from longhorizon.functional import Buffers
+from longhorizon.hypers import Hyper
+from longhorizon.problem import environment, make_problem
+from longhorizon.rules import Params, Rule
+from longhorizon.schedule import Schedule
+from longhorizon.task import Task
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """How a schedule does on the test set.
+
+    Attributes:
+        seeds: one training run each.
+        test_loss, metrics: per seed; NaN for a run that diverged.
+        params, buffers: of the last seed.
+    """
+
+    seeds: list[int]
+    test_loss: list[float]
+    metrics: dict[str, list[float]]
+    params: Params
+    buffers: Buffers
+
+    def summary(self) -> dict[str, tuple[float, float]]:
+        """Mean and standard deviation over the seeds, of the loss and of every metric."""
+        found = {"loss": self.test_loss, **self.metrics}
+        return {name: (mean(v), stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}
+
+
+def retrain(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    schedule: Schedule | Mapping[str, object],
+    *,
+    steps: int,
+    seeds: int | Sequence[int] = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> Retrained:
+    """Train on training and validation data with a schedule, and test in eval mode.
+
+    Args:
+        task: with `test`, and with `full` for the data of both (without it, `train` is used).
+        rule: the optimizer.
+        hypers: as they were learnt; the values come from the schedule.
+        schedule: what to train with, or a mapping from key to values.
+        steps: the budget; any number, the schedule stretches.
+        seeds: how many runs, or which.
+        progress: called with (steps done, steps in all) after every step.
+    """
+    if task.test is None:
+        raise ValueError("retrain needs data that nothing has seen: give Task(test=lambda: [batches]).")
+    test = task.test
+    values = {key: schedule[key] for key in hypers}
+    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not chosen:
+        raise ValueError(f"retrain(seeds={seeds!r}): expected at least one.")
+    whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
+    losses: list[float] = []
+    metrics: dict[str, list[float]] = {}
+    with environment():
+        for number, seed in enumerate(chosen):
+            problem = make_problem(whole, rule, hypers, steps, seed, values)
+            state = problem.start
+            for step in range(steps):
+                state, loss = problem.train_step(state, step)
+                if progress is not None:
+                    progress(number * steps + step + 1, len(chosen) * steps)
+                if step % 100 == 99 and not torch.isfinite(loss):
+                    break
+            losses.append(float(problem.validation_loss(state, steps)))
+            for name, value in problem.measure(state.params, state.buffers).items():
+                metrics.setdefault(name, []).append(value)
+    return Retrained(chosen, losses, metrics, state.params, state.buffers)

@@ -1,0 +1,229 @@
+"""`tune`: the outer loop with a directory, a clock and signals around it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from longhorizon.engines import Engine
+from longhorizon.hypers import Hyper
+from longhorizon.outer import TorchOuter
+from longhorizon.problem import environment
+from longhorizon.rules import Rule
+from longhorizon.rundir import RunDirectory, RunError
+from longhorizon.schedule import Schedule
+from longhorizon.task import Task
+from longhorizon.tune import OuterStep, Tuning
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop; everything is saved."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A finished tuning run.
+
+    Attributes:
+        schedule: the values after the last outer step.
+        best: the values whose run had the lowest validation loss, among runs of the longest horizon.
+        history: one record per outer step.
+        converged: whether the outer optimizer's steps had become small before the last one.
+        dir: where the run is on disk, if anywhere.
+    """
+
+    schedule: Schedule
+    best: Schedule
+    history: list[OuterStep]
+    converged: bool
+    dir: Path | None = None
+
+
+def tune(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    *,
+    steps: int | Sequence[int],
+    outer_steps: int = 10,
+    outer: Any = None,
+    engine: Engine | Literal["auto"] = "auto",
+    seed: int = 0,
+    seeds: int = 1,
+    dir: str | os.PathLike[str] | None = None,
+    checkpoint_seconds: float = 30.0,
+    recipe: str | None = None,
+    on_step: Callable[[OuterStep], None] | None = None,
+    progress: Callable[[Tuning], None] | None = None,
+) -> Tuned:
+    """Learn hyperparameters: train, differentiate the validation loss through the whole run, move, and again.
+
+    Each outer step starts from fresh weights and, through the seed given to `task.train` and `task.val`, a fresh split.
+
+    Args:
+        task: what is trained and judged.
+        rule: the optimizer.
+        hypers: what is learnt.
+        steps: inner steps of each training run; a list gives one number per outer step, the last one repeating
+            (`[200, 2000]`: a short first run). Schedules stretch, so horizons may differ.
+        outer_steps: how many hypergradients to take at most.
+        outer: how values move: `SignDescent()` (default), `GradientDescent()`, or a function from parameters to a
+            `torch.optim` optimizer.
+        engine: how to differentiate; see `hypergradient`.
+        seed: of everything.
+        seeds: training runs to average each hypergradient over.
+        dir: where to keep the run. If the same run is there already it goes on where it stopped.
+        checkpoint_seconds: how often to save inside a training run.
+        recipe: a text to keep with the run.
+        on_step: called with the record of every outer step.
+        progress: called with the run's state after every inner step.
+
+    Returns:
+        The learnt schedule and how it came about.
+
+    Raises:
+        Interrupted: after Ctrl-C or SIGTERM, when all is saved; call again to go on.
+        RunError: if `dir` cannot be used, in one sentence.
+    """
+    given = {
+        "steps": steps,
+        "outer_steps": outer_steps,
+        "outer": outer,
+        "engine": engine,
+        "seed": seed,
+        "seeds": seeds,
+    }
+    if dir is None:
+        tuning = Tuning(task, rule, hypers, **given)
+        history: list[OuterStep] = []
+        with environment():
+            _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
+        return _tuned(tuning, history, None)
+    first = Tuning(task, rule, hypers, **given)  # checks before anything is written
+    with RunDirectory(dir) as directory:
+        directory.begin(settings_of(first), recipe)
+        history = directory.journal()
+        tuning = Tuning(task, rule, hypers, **given, saved=_where(directory, history, first))
+        history = [record for record in history if record.index < tuning.index]
+        with environment():
+            _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
+        _save_schedules(directory, tuning)
+        return _tuned(tuning, history, directory.path)
+
+
+def settings_of(tuning: Tuning) -> dict[str, Any]:
+    """What defines a run: change one of these and it is another. `outer_steps` is not among them: it may grow."""
+    outer = tuning.outer
+    engine = tuning.engine
+    return {
+        "rule": {"name": tuning.rule.name, "defaults": tuning.rule.defaults, "options": tuning.rule.options},
+        "hypers": {key: _hyper_settings(hyper) for key, hyper in tuning.hypers.items()},
+        "steps": tuning.horizons,
+        "outer": str(outer.make) if isinstance(outer, TorchOuter) else str(outer),
+        "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},
+        "seed": tuning.seed,
+        "seeds": tuning.seeds,
+    }
+
+
+def _drive(
+    tuning: Tuning,
+    directory: RunDirectory | None,
+    history: list[OuterStep],
+    checkpoint_seconds: float,
+    on_step: Callable[[OuterStep], None] | None,
+    progress: Callable[[Tuning], None] | None,
+) -> None:
+    saved_at = time.monotonic()
+    with _stop_signals(directory is not None) as asked:
+        while not tuning.done:
+            record = tuning.advance()
+            if record is not None:
+                history.append(record)
+                if directory is not None:
+                    directory.append(record)  # before the checkpoint: a record is never lost
+                    _save_schedules(directory, tuning)
+                if on_step is not None:
+                    on_step(record)
+            elif progress is not None:
+                progress(tuning)
+            due = record is not None or asked or time.monotonic() - saved_at >= checkpoint_seconds
+            if directory is not None and due:
+                directory.checkpoint(tuning.save())
+                saved_at = time.monotonic()
+            if asked and not tuning.done:
+                where = f"at outer step {tuning.index + 1} of {tuning.outer_steps}"
+                raise Interrupted(f"stopped {where}; all is saved in {directory.path if directory else ''}")
+
+
+@contextmanager
+def _stop_signals(enabled: bool) -> Iterator[list[int]]:
+    """A list that gets an entry when Ctrl-C or SIGTERM arrives; a second one stops at once."""
+    asked: list[int] = []
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
+
+    def ask(kind: int, _: object) -> None:
+        asked.append(kind)
+        for k in kinds:
+            signal.signal(k, before[k])
+
+    for kind in kinds:
+        signal.signal(kind, ask)
+    try:
+        yield asked
+    finally:
+        for kind in kinds:
+            signal.signal(kind, before[kind])
+
+
+def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> dict[str, Any] | None:
+    """Where to go on: at the checkpoint, or without one at the last line of the journal."""
+    saved = directory.load()
+    if saved is not None or not history:
+        return saved
+    if isinstance(first.outer, TorchOuter):
+        raise RunError(
+            f"{directory.path} has lost its checkpoint, and with it the state of its torch.optim outer optimizer; "
+            "start again in another directory."
+        )
+    good = [record for record in history if record.val_loss == record.val_loss]
+    longest = max((record.steps for record in good), default=0)
+    best = min((r for r in good if r.steps == longest), key=lambda r: r.val_loss, default=None)
+    last = history[-1]
+    return first.save() | {
+        "index": last.index + 1,
+        "values": {**first.values, **last.next},
+        "outer": last.outer,
+        "good": good[-1].values if good else None,
+        "best": None if best is None else (best.val_loss, best.steps, best.values),
+    }
+
+
+def _save_schedules(directory: RunDirectory, tuning: Tuning) -> None:
+    directory.save_schedule("schedule.json", Schedule.of(tuning.hypers, tuning.values, tuning.rule))
+    if tuning.best is not None:
+        directory.save_schedule("best.json", Schedule.of(tuning.hypers, tuning.best[2], tuning.rule))
+
+
+def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None) -> Tuned:
+    last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
+    best = last if tuning.best is None else Schedule.of(tuning.hypers, tuning.best[2], tuning.rule)
+    return Tuned(last, best, history, tuning.converged, dir)
+
+
+def _hyper_settings(hyper: Hyper) -> dict[str, Any]:
+    settings = asdict(hyper) | {"start": hyper.values().tolist()}
+    return settings | {"params": "a function" if callable(hyper.params) else hyper.params}
+
+
+def _fields(engine: Any) -> dict[str, Any]:
+    return asdict(engine) if is_dataclass(engine) and not isinstance(engine, type) else {}

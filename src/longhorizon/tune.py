@@ -1,0 +1,313 @@
+"""The outer loop: hypergradient, outer step, again from a fresh start. It knows no disk.
+
+`Tuning` advances by single inner steps and can be saved between any two of them; `steps` drives it and yields once
+per outer step. Whoever wants files, progress or signals wraps it (see `run.py`).
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from numbers import Integral
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from longhorizon import seeds as seeding
+from longhorizon.engines import Adjoint, Engine, FiniteDifference, Forward, Greedy, Run
+from longhorizon.engines.entry import resolve
+from longhorizon.hypers import Hyper, check_hypers
+from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
+from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.result import Hypergradient
+from longhorizon.rules import Rule
+from longhorizon.task import Task
+
+PATIENCE = 3  # outer steps that may diverge before any has gone well
+ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference)}
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """What one outer step saw and did."""
+
+    index: int  # from 0
+    seeds: list[int]  # of its training runs
+    steps: int  # inner steps of each
+    values: Values  # at which the hypergradient was taken
+    grad: Values  # dL_val/d(value), averaged over the seeds
+    mean: Values  # the same per inner step
+    val_loss: float
+    metrics: dict[str, float]
+    status: str  # "ok", or what went wrong where
+    next: Values  # the values it moved to
+    outer: dict[str, Any]  # the outer optimizer's state after it (γ and signs, for SignDescent)
+    engine: str
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; floats keep all their digits."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "OuterStep":
+        """The record in one line of a journal."""
+        known = {f.name: content[f.name] for f in fields(cls)}
+        for name in ("values", "grad", "mean", "next"):
+            known[name] = {key: _tensors(v) for key, v in content[name].items()}
+        known["outer"] = _tensors(content["outer"])
+        known["val_loss"] = math.nan if known["val_loss"] is None else known["val_loss"]
+        return cls(**known)
+
+
+class Tuning:
+    """A tuning run in progress.
+
+    Args: as `tune`.
+        saved: what `save` returned, to go on from there.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        rule: Rule,
+        hypers: Mapping[str, Hyper],
+        *,
+        steps: int | Sequence[int],
+        outer_steps: int = 10,
+        outer: Any = None,
+        engine: Engine | Literal["auto"] = "auto",
+        seed: int = 0,
+        seeds: int = 1,
+        saved: dict[str, Any] | None = None,
+    ):
+        self.task, self.rule, self.hypers = task, rule, dict(hypers)
+        self.horizons = check_steps(steps)
+        self.outer_steps = _at_least_one("outer_steps", outer_steps)
+        self.seeds = _at_least_one("seeds", seeds)
+        self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
+        self.engine, self.why, self.seed = engine, "", seed
+        check_hypers(hypers, min(self.horizons))
+        if saved is None:
+            self.index, self.values = 0, {key: hyper.values() for key, hyper in hypers.items()}
+            self.outer_state = self.outer.init(self.hypers)
+            self.good: Values | None = None  # where the last run that went well was
+            self.best: tuple[float, int, Values] | None = None  # validation loss, horizon, values
+            self.finished: list[dict[str, Any]] = []  # results of this outer step's seeds so far
+            self.seconds = 0.0
+        else:
+            self.index, self.values = saved["index"], saved["values"]
+            self.outer_state, self.good, self.best = saved["outer"], saved["good"], saved["best"]
+            self.finished, self.seconds = saved["finished"], saved["seconds"]
+            if saved["engine"] is not None:
+                self.engine, self.why = ENGINES[saved["engine"]["kind"]](**saved["engine"]["with"]), saved["why"]
+        self._inner_saved = saved["run"] if saved else None
+        self._problem: Problem | None = None
+        self._run: Run | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.index >= self.outer_steps or self.converged
+
+    @property
+    def converged(self) -> bool:
+        return self.outer.converged(self.outer_state)
+
+    @property
+    def run(self) -> Run | None:
+        """The hypergradient in progress."""
+        return self._run
+
+    def horizon(self, index: int) -> int:
+        """Inner steps of an outer step: its entry of `steps`, or the last one."""
+        return self.horizons[min(index, len(self.horizons) - 1)]
+
+    def range(self) -> dict[str, tuple[float, float]]:
+        """What values the search can reach."""
+        return search_range(self.hypers, self.outer_steps)
+
+    def advance(self) -> OuterStep | None:
+        """One inner step of work; the record of an outer step when it completes one."""
+        began = time.perf_counter()
+        run = self._run or self._begin()
+        if not run.done:
+            run.advance()
+        if not run.done:
+            self.seconds += time.perf_counter() - began
+            return None
+        result = run.result()
+        assert self._problem is not None
+        metrics = self._problem.measure(result.params, result.buffers) if result.status.ok else {}
+        self.finished.append(_summary(result, metrics))
+        self._run = None
+        self.seconds += time.perf_counter() - began
+        return self._complete() if len(self.finished) == self.seeds else None
+
+    def save(self) -> dict[str, Any]:
+        """Everything needed to go on: nested dicts, lists and tuples of tensors, numbers and strings."""
+        engine = self.engine
+        known = not isinstance(engine, str) and type(engine).__name__ in ENGINES
+        return {
+            "index": self.index,
+            "values": self.values,
+            "outer": self.outer_state,
+            "good": self.good,
+            "best": self.best,
+            "finished": self.finished,
+            "seconds": self.seconds,
+            "engine": {"kind": type(engine).__name__, "with": asdict(engine)} if known else None,  # type: ignore[call-overload]
+            "why": self.why,
+            "run": self._run.save() if self._run is not None else self._inner_saved,
+        }
+
+    def _begin(self) -> Run:
+        """Fresh weights, a fresh split, and a run over them."""
+        seed = run_seed(self.seed, self.index, len(self.finished))
+        self._problem = make_problem(
+            self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, like=self._problem
+        )
+        if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
+            self.engine, self.why = resolve(self._problem, "auto")
+        assert not isinstance(self.engine, str)
+        self._run = self.engine.begin(self._problem, self._inner_saved)
+        self._inner_saved = None
+        return self._run
+
+    def _complete(self) -> OuterStep:
+        finished, steps = self.finished, self.horizon(self.index)
+        grad, mean = _average([f["grad"] for f in finished]), _average([f["mean"] for f in finished])
+        losses = torch.tensor([f["val_loss"] for f in finished], dtype=torch.float64)
+        val_loss = float(losses[losses.isfinite()].mean())
+        fine = any(bool(m.isfinite().any()) for m in mean.values()) and bool(losses.isfinite().any())
+        at = self.values
+        if fine:
+            self.good = at
+            if self.best is None or (steps, -val_loss) > (self.best[1], -self.best[0]):
+                self.best = (val_loss, steps, at)
+            self.values, self.outer_state = self.outer.update(at, mean, self.outer_state, self.hypers)
+        else:
+            self.outer_state = self.outer.shrink(self.outer_state)
+            self.values = self.good if self.good is not None else at
+        bad = [f["status"] for f in finished if f["status"] != "ok"]
+        record = OuterStep(
+            index=self.index,
+            seeds=[run_seed(self.seed, self.index, i) for i in range(self.seeds)],
+            steps=steps,
+            values=at,
+            grad=grad,
+            mean=mean,
+            val_loss=val_loss,
+            metrics=_mean_metrics([f["metrics"] for f in finished]),
+            status="ok"
+            if not bad
+            else f"{len(bad)} of {len(finished)} runs: {bad[0]}"
+            if len(finished) > 1
+            else bad[0],
+            next=self.values,
+            outer=self.outer_state,
+            engine=finished[0]["engine"],
+            seconds=self.seconds,
+        )
+        self.index, self.finished, self.seconds = self.index + 1, [], 0.0
+        if self.good is None and self.index >= PATIENCE:
+            raise RuntimeError(
+                f"{PATIENCE} training runs in a row diverged at the starting values ({bad[0]}) Start lower."
+            )
+        return record
+
+
+def steps(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    *,
+    steps: int | Sequence[int],
+    outer_steps: int = 10,
+    outer: Any = None,
+    engine: Engine | Literal["auto"] = "auto",
+    seed: int = 0,
+    seeds: int = 1,
+) -> Iterator[OuterStep]:
+    """The outer loop as a generator: one record per outer step, to be driven and stopped at will. See `tune`."""
+    tuning = Tuning(
+        task,
+        rule,
+        hypers,
+        steps=steps,
+        outer_steps=outer_steps,
+        outer=outer,
+        engine=engine,
+        seed=seed,
+        seeds=seeds,
+    )
+    while not tuning.done:
+        record = None
+        with environment():
+            while record is None:
+                record = tuning.advance()
+        yield record
+
+
+def run_seed(seed: int, index: int, replicate: int) -> int:
+    """The seed of one training run, small enough for every random generator."""
+    return seeding.mix(seed, index, replicate) % 2**31
+
+
+def check_steps(steps: int | Sequence[int]) -> list[int]:
+    """Inner steps per outer step, from one number or several."""
+    horizons = [steps] if isinstance(steps, Integral) and not isinstance(steps, bool) else steps
+    if not isinstance(horizons, Sequence) or isinstance(horizons, str) or not horizons:
+        raise TypeError(f"steps={steps!r}: expected a whole number, or one per outer step.")
+    for horizon in horizons:
+        if isinstance(horizon, bool) or not isinstance(horizon, Integral) or horizon < 1:
+            raise ValueError(f"steps={steps!r}: {horizon!r} is no number of training steps; expected at least 1.")
+    return [int(h) for h in horizons]
+
+
+def _summary(result: Hypergradient, metrics: dict[str, float]) -> dict[str, Any]:
+    return {
+        "grad": result.grad,
+        "mean": result.mean,
+        "val_loss": result.val_loss,
+        "status": str(result.status),
+        "engine": result.engine,
+        "metrics": metrics,
+    }
+
+
+def _average(found: list[Values]) -> Values:
+    """The mean over seeds of what is finite; NaN where no seed knows."""
+    return {key: torch.stack([f[key] for f in found]).nanmean(0) for key in found[0]}
+
+
+def _mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
+    found = [f for f in found if f]
+    return {name: sum(f[name] for f in found) / len(found) for name in found[0]} if found else {}
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+    return int(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no NaN
+    if isinstance(value, Mapping):
+        return {str(key): _plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+def _tensors(value: Any) -> Any:
+    """Lists of numbers back to tensors."""
+    if isinstance(value, Mapping):
+        return {key: _tensors(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return torch.tensor([math.nan if v is None else v for v in value], dtype=torch.float64)
+    return value
