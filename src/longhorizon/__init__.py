@@ -13,13 +13,13 @@ from longhorizon.hypers import Hyper
 from longhorizon.outer import GradientDescent, SignDescent, TorchOuter, search_range
 from longhorizon.problem import NotDifferentiable
 from longhorizon.result import Hypergradient, Status
-from longhorizon.retrain import Retrained, retrain
+from longhorizon.retraining import Retrained, retrain
 from longhorizon.rules import Rule, adam, adamw, clipped, sgd
 from longhorizon.run import Interrupted, Tuned, tune
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
-from longhorizon.tune import OuterStep, steps
+from longhorizon.tuning import OuterStep, steps
 
 __version__ = "0.1.0"
 

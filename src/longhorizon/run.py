@@ -18,7 +18,7 @@ from longhorizon.rules import Rule
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
-from longhorizon.tune import OuterStep, Tuning
+from longhorizon.tuning import OuterStep, Tuning
 
 
 class Interrupted(KeyboardInterrupt):

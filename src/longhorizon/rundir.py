@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from longhorizon.schedule import Schedule
-from longhorizon.tune import OuterStep
+from longhorizon.tuning import OuterStep
 
 FORMAT = 1
 
