@@ -1,0 +1,5 @@
+"""The one error of this package's data readers."""
+
+
+class DataError(RuntimeError):
+    """A data set is missing, or one of its files is not what it should be; says which file, and what to do."""
