@@ -281,5 +281,6 @@ def _sentence(source: Source, folder: Path, lacking: Sequence[str], reason: str)
     unpacked = " and unpack it" if any(remote.is_archive for remote in needed) else ""
     return (
         f"{source.title} is missing: {folder} lacks {', '.join(lacking)}, and it was not downloaded ({reason}); "
-        f"fetch {urls}{unpacked} so that they lie there, or say where it is with `root=` or the environment variable {VARIABLE}."
+        f"fetch {urls}{unpacked} so that they lie there, or say where they are with `root=` or the environment "
+        f"variable {VARIABLE}."
     )

@@ -1,7 +1,7 @@
 """Training on images by the paper's protocol: batches of 256, and 5 % held out for validation, anew for every seed."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,7 +64,7 @@ class ImageData:
     def task(
         self, model: str | MakeModel, val_mode: Literal["eval", "train"] = "eval", init: str | None = None
     ) -> Task:
-        """A classification task with cross-entropy loss; see `image_task`."""
+        """A classification task; see `image_task`."""
         images, device, dtype = self.images, self.train_set.labels.device, self.train_set.scale.dtype
 
         def make() -> nn.Module:
@@ -77,7 +77,16 @@ class ImageData:
             make()  # a name that does not fit is an error now
         elif init is not None:
             raise ValueError(f"init={init!r} applies to a model given by its name; yours initialises itself.")
-        return Task(make, cross_entropy, self.train, self.val, val_mode=val_mode)
+        return Task(
+            make,
+            cross_entropy,
+            self.train,
+            self.val,
+            val_mode=val_mode,
+            metrics=accuracy,
+            full=self.train_full,
+            test=self.test,
+        )
 
 
 def image_data(
@@ -157,7 +166,10 @@ def image_task(
     progress: Progress | None = None,
     init: str | None = None,
 ) -> Task:
-    """A classification task on images: `image_data(...).task(model)`. Use those two to have the test set as well.
+    """A classification task on images: `image_data(...).task(model)`.
+
+    Its loss is the cross-entropy, its metric the accuracy; it has the test set, and the whole training set for
+    training again with what was learnt.
 
     Args:
         data: a name that `load` knows, or images of your own.
@@ -189,13 +201,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """The share of images that a model, in eval mode, classifies rightly."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            right = [(model(images).argmax(1) == labels) for images, labels in batches]
-    finally:
-        model.train(was_training)
-    return float(torch.cat(right).double().mean())
+def accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The share of a batch that is classified rightly, as a metric of a task."""
+    images, labels = batch
+    return {"accuracy": (model(images).argmax(1) == labels).double().mean()}
