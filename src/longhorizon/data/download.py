@@ -251,12 +251,17 @@ def _alone(lock: Path) -> Iterator[None]:
     except ImportError:  # not POSIX: two processes would each download, and md5 tells
         yield
         return
-    with lock.open("w") as file:
+    while True:
+        file = lock.open("w")
         fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            break
+        file.close()  # whoever held it has removed it: take the next one
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        file.close()
 
 
 def _sync_folder(folder: Path) -> None:
