@@ -1,0 +1,385 @@
+"""The command line. The only file, with console.py, that parses arguments or prints."""
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+import longhorizon as lh
+from longhorizon import export as exporting
+from longhorizon import recipe as recipes
+from longhorizon.console import Display, make_display, numbers
+from longhorizon.hypers import nearest
+from longhorizon.recipe import Recipe, RecipeError
+from longhorizon.tuning import OuterStep, Tuning
+
+_DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
+
+
+def main() -> None:
+    """Entry point: errors become one line and an exit code (2 for a wrong call, 1 for a failed run, 130 for Ctrl-C)."""
+    try:
+        sys.exit(cli(standalone_mode=False, prog_name="longhorizon") or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message())
+        sys.exit(2)
+    except click.UsageError as error:
+        _die(f"{error.format_message()} Try 'longhorizon --help'.", 2)
+    except (RecipeError, lh.RunError) as error:
+        _die(str(error), 2)
+    except lh.Interrupted as error:
+        _die(str(error), 130)
+    except (KeyboardInterrupt, click.Abort):
+        _die("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output went away; nothing is wrong with the run
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, TypeError, KeyError, RuntimeError, ImportError, OSError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        _die(f"{text}", 1)
+
+
+def _die(text: str, code: int) -> None:
+    if os.environ.get(_DEBUG):
+        traceback.print_exc()
+    print(f"longhorizon: {text}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _settings_help() -> str:
+    """Every recipe key with its default, for `tune --help`."""
+    default = Recipe()
+    rows = ["Recipe keys (in the file, or as --key value; tables are dotted: --hypers.lr.windows 7):", "", "\b"]
+    for f in fields(Recipe):
+        value = getattr(default, f.name)
+        shown = ", ".join(value) if f.name == "hypers" else value.get("name") if f.name == "rule" else value
+        head = f"--{f.name.replace('_', '-')} [{shown if shown != '' else 'none'}]"
+        rows.append(f"{head:<28} {f.metadata['doc']}" if len(head) < 29 else f"{head}\n{'':<28} {f.metadata['doc']}")
+    rows.append("")
+    rows.append("\b")
+    for key, entry in default.hypers.items():
+        rows.append(f"--hypers.{key}: " + ", ".join(f"{k} {v}" for k, v in entry.items()))
+    return "\n".join(rows)
+
+
+_DIR = click.argument("dir", type=click.Path(path_type=Path))
+_RECIPE = click.argument("recipe", required=False, type=click.Path(path_type=Path), metavar="[RECIPE.toml]")
+_JSON = click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for machines.")
+_EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 130}
+
+
+def _recorded(command: Callable[..., None]) -> Callable[..., None]:
+    """Options for writing a run down elsewhere too."""
+    command = click.option(
+        "--optuna-storage", default="", metavar="URL", help="Also record the run as an Optuna study there."
+    )(command)
+    return click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the directory.")(
+        command
+    )
+
+
+@click.group(help="Tune the hyperparameters of a whole training run with gradients.")
+@click.version_option(lh.__version__, message="%(version)s")
+def cli() -> None:
+    """Collect the commands."""
+
+
+@cli.command(context_settings=_EXTRA, epilog=_settings_help())
+@click.pass_context
+@_RECIPE
+@click.option("--dir", default="", help="Where to keep the run.  [default: the next free runs/NAME-NUMBER]")
+@_JSON
+@_recorded
+def tune(
+    context: click.Context, recipe: Path | None, dir: str, as_json: bool, tensorboard: bool, optuna_storage: str
+) -> None:
+    """Learn a schedule, from a recipe or (without one) for the embedded example: an MLP on scikit-learn's digits."""
+    recipe, words = _file_or_key(recipe, context.args)
+    chosen = recipes.load_recipe(recipe, _overrides(words))
+    path = Path(dir) if dir else _next_directory(Path("runs"), recipe.stem if recipe else chosen.data)
+    if (path / "run.json").exists():
+        raise lh.RunError(f"{path} holds a run already; go on with it by 'longhorizon resume {path}'.")
+    _tune(chosen, path, as_json, tensorboard, optuna_storage)
+
+
+@cli.command()
+@_DIR
+@click.option("--outer-steps", default=0, help="Go on to this many outer steps.  [default: as begun]")
+@_JSON
+@_recorded
+def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna_storage: str) -> None:
+    """Go on with a run that was stopped, killed, or is to take more outer steps."""
+    _tune(_recipe_of(dir, outer_steps), dir, as_json, tensorboard, optuna_storage)
+
+
+@cli.command()
+@_DIR
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write the page.  [default: DIR/report.html]")
+def report(dir: Path, out: Path | None) -> None:
+    """Write one HTML page and PNGs that show a run."""
+    from longhorizon.report import write_report
+
+    lh.RunDirectory(dir).describe()
+    print(write_report(dir, out))
+
+
+@cli.command()
+@_DIR
+@click.option("--format", default="python", show_default=True, type=click.Choice(["python", "json", "csv"]))
+@click.option("--best", is_flag=True, help="The best by validation loss instead of the last.")
+@click.option("--steps", default=1000, show_default=True, help="csv: length of the run to write out.")
+def export(dir: Path, format: str, best: bool, steps: int) -> None:
+    """Print the learnt schedule (of a run, or in a schedule file) as plain Python, JSON or CSV."""
+    path = dir
+    if dir.is_dir() or not dir.exists():
+        lh.RunDirectory(dir).describe()
+        path = dir / ("best.json" if best else "schedule.json")
+    if not path.exists():
+        raise lh.RunError(f"{dir} has no schedule yet: its first outer step is not done.")
+    schedule = lh.Schedule.load(path)
+    text = {
+        "python": lambda: exporting.to_python(schedule),
+        "json": lambda: json.dumps(schedule.to_dict(), indent=2) + "\n",
+        "csv": lambda: exporting.to_csv(schedule, steps),
+    }[format]()
+    sys.stdout.write(text)
+
+
+@cli.command(context_settings=_EXTRA)
+@click.pass_context
+@_RECIPE
+@click.option("--inner-steps", default=8, show_default=True, help="How many training steps to differentiate through.")
+@_JSON
+def check(context: click.Context, recipe: Path | None, inner_steps: int, as_json: bool) -> None:
+    """Check the engines against each other and against finite differences, on your own recipe, in float64."""
+    from longhorizon.checking import check_engines
+
+    recipe, words = _file_or_key(recipe, context.args)
+    rows, passed = check_engines(recipes.load_recipe(recipe, _overrides(words)), inner_steps)
+    if as_json:
+        print(json.dumps({"passed": passed, "rows": rows}))
+    else:
+        for row in rows:
+            print(f"{row['engine']:<28} {row['error']:<10} {row['verdict']}")
+        print("all engines agree" if passed else "the engines DISAGREE")
+    if not passed:
+        sys.exit(1)
+
+
+@cli.command()
+@click.argument("names", nargs=-1)
+@click.option("--data-root", default="", help="Where they are kept.  [default: LONGHORIZON_DATA]")
+@click.option("--download", is_flag=True, help="Fetch what is missing.")
+def data(names: tuple[str, ...], data_root: str, download: bool) -> None:
+    """Show which data sets are on disk, and fetch missing ones."""
+    from longhorizon import data as sets
+
+    unknown = [name for name in names if name not in sets.NAMES]
+    if unknown:
+        raise click.UsageError(f"unknown data set {unknown[0]!r}.{nearest(unknown[0], list(sets.NAMES))}")
+    failed = False
+    for name in names or sets.NAMES:
+        try:
+            images = sets.load(name, data_root or None, download=download)
+            print(f"{name}: {len(images.train_labels)} training and {len(images.test_labels)} test images")
+        except (sets.DataError, ImportError) as error:
+            failed = True
+            print(f"{name}: {error}")
+    if failed and names:
+        sys.exit(1)
+
+
+@cli.command()
+@click.argument("path", default="recipe.toml", type=click.Path(path_type=Path))
+def init(path: Path) -> None:
+    """Write a commented recipe to start from."""
+    if path.exists():
+        raise click.UsageError(f"{path} exists already; choose another name.")
+    path.write_text(recipes.template())
+    print(f"wrote {path}; edit it, then run: longhorizon tune {path}")
+
+
+def _file_or_key(recipe: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """Tell a recipe from a key: click takes the first free word for the recipe, even one that begins a `--key value` pair."""
+    if recipe is not None and str(recipe).startswith("--"):
+        return None, [str(recipe), *words]
+    return recipe, words
+
+
+def _overrides(arguments: list[str]) -> dict[str, Any]:
+    """`--key value` and `--key=value` pairs as a dictionary."""
+    found: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise click.UsageError(f"unexpected argument {word!r}; recipe keys are written --key value.")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise click.UsageError(f"--{key} needs a value.")
+            value = rest.pop(0)
+        found[key] = recipes.parse_value(value)
+    return found
+
+
+def _next_directory(parent: Path, name: str) -> Path:
+    taken = {path.name for path in parent.glob(f"{name}-*")} if parent.exists() else set()
+    number = 1
+    while f"{name}-{number:03d}" in taken:
+        number += 1
+    return parent / f"{name}-{number:03d}"
+
+
+def _recipe_of(dir: Path, outer_steps: int = 0) -> Recipe:
+    """The recipe that a run was begun with."""
+    import tomllib
+
+    text = lh.RunDirectory(dir).describe().get("recipe")
+    if not text:
+        raise lh.RunError(f"{dir} was begun from Python, not from a recipe: call longhorizon.tune again to go on.")
+    content = tomllib.loads(text)
+    if outer_steps:
+        content["outer_steps"] = outer_steps
+    return recipes.make_recipe(content, str(dir))
+
+
+def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_storage: str) -> None:
+    hypers, rule = recipes.hypers_of(chosen), recipes.rule_of(chosen)
+    display = make_display(as_json)
+    began = time.monotonic()
+    task, per_epoch = recipes.task_of(chosen, _download_note(display))
+    horizons = recipes.horizons_of(chosen, per_epoch)
+    recorders = _recorders(path, tensorboard, optuna_storage)
+    shown = False
+
+    def inner(tuning: Tuning) -> None:
+        nonlocal shown
+        if not shown:
+            display.start(tuning)
+            shown = True
+        display.inner(tuning)
+
+    def outer(record: OuterStep) -> None:
+        for recorder in recorders:
+            recorder.step(record)
+        display.outer(record)
+
+    try:
+        tuned = lh.tune(
+            task,
+            rule,
+            hypers,
+            steps=horizons,
+            outer_steps=chosen.outer_steps,
+            outer=recipes.outer_of(chosen),
+            engine=recipes.engine_of(chosen),  # type: ignore[arg-type]
+            seed=chosen.seed,
+            seeds=chosen.seeds,
+            dir=path,
+            checkpoint_seconds=chosen.checkpoint_seconds,
+            recipe=recipes.to_toml(chosen),
+            on_step=outer,
+            progress=inner,
+        )
+    except lh.Interrupted as stop:
+        display.stop()
+        raise lh.Interrupted(f"{stop}; go on with: longhorizon resume {path}") from None
+    finally:
+        display.stop()
+        for recorder in recorders:
+            recorder.close()
+    seconds = time.monotonic() - began
+    result = _result(chosen, task, rule, hypers, tuned, max(horizons), seconds, display)
+    lh.RunDirectory(path).save_json("result.json", result)
+    _conclude(result, tuned, path, as_json, display)
+
+
+def _result(
+    chosen: Recipe,
+    task: lh.Task,
+    rule: lh.Rule,
+    hypers: dict[str, lh.Hyper],
+    tuned: lh.Tuned,
+    steps: int,
+    seconds: float,
+    display: Display,
+) -> dict[str, Any]:
+    """What came out, tested if there is test data."""
+    result: dict[str, Any] = {
+        "schedule": {key: list(v) for key, v in tuned.schedule.values.items()},
+        "best": {key: list(v) for key, v in tuned.best.values.items()},
+        "converged": tuned.converged,
+        "outer_steps": len(tuned.history),
+        "seconds": seconds,
+        "engine": tuned.history[-1].engine if tuned.history else "",
+    }
+    if task.test is None or not chosen.test_seeds:
+        return result
+    steps = chosen.test_steps or steps
+    display.note(f"testing: {chosen.test_seeds} trainings from scratch of {steps} steps each, per schedule")
+    tested = {"learnt": lh.retrain(task, rule, hypers, tuned.schedule, steps=steps, seeds=chosen.test_seeds).summary()}
+    if chosen.compare and rule.name == "sgd":
+        for name, (lr, momentum) in _off_the_shelf(steps).items():
+            plain = {"lr": lh.Hyper(lr, windows=len(lr)), "momentum": lh.Hyper(momentum)}
+            values = {key: hyper.values() for key, hyper in plain.items()}
+            tested[name] = lh.retrain(task, rule, plain, values, steps=steps, seeds=chosen.test_seeds).summary()
+    return result | {
+        "test": {name: {k: list(v) for k, v in s.items()} for name, s in tested.items()},
+        "test_steps": steps,
+    }
+
+
+def _off_the_shelf(steps: int) -> dict[str, tuple[list[float], float]]:
+    cosine = [0.05 * (1 + math.cos(math.pi * t / steps)) for t in range(steps)]
+    return {
+        "constant lr 0.1": ([0.1], 0.0),
+        "constant lr 0.1, momentum 0.9": ([0.1], 0.9),
+        "cosine from 0.1, momentum 0.9": (cosine, 0.9),
+    }
+
+
+def _conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool, display: Display) -> None:
+    if as_json:
+        print(json.dumps({"event": "result", "dir": str(path), **result}))
+        return
+    for key in tuned.schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
+        print(f"{key:<14} {numbers(tuned.schedule[key], 12)}")
+    for name, found in result.get("test", {}).items():
+        cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
+        print(f"test, {name + ':':<32} {cells}")
+    print(f"{result['outer_steps']} outer steps in {result['seconds']:.1f} s; all of it is in {path}")
+    print(f"look at it:  longhorizon report {path}")
+    print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')
+
+
+def _recorders(path: Path, tensorboard: bool, optuna_storage: str) -> list[Any]:
+    found: list[Any] = []
+    if tensorboard or optuna_storage:
+        from longhorizon import recorders
+
+        if tensorboard:
+            found.append(recorders.TensorBoardRecorder(path / "tensorboard"))
+        if optuna_storage:
+            found.append(recorders.OptunaRecorder(optuna_storage, path.name))
+    return found
+
+
+def _download_note(display: Display) -> Callable[[str, int, int | None], None]:
+    last = 0.0
+
+    def progress(name: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > 2 or done == total:
+            last = time.monotonic()
+            display.note(f"downloading {name}: {done / 1e6:.1f} MB{f' of {total / 1e6:.1f} MB' if total else ''}")
+
+    return progress

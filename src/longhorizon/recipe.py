@@ -1,0 +1,356 @@
+"""A recipe: what to tune, in a TOML file.
+
+One frozen dataclass holds every setting with its default; `--key value` on the command line overrides a key of the
+file, dotted for a table (`--hypers.lr.windows 7`). Unknown keys and values of the wrong type are errors.
+"""
+
+import importlib
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longhorizon import rules
+from longhorizon.engines import Adjoint, Engine, Forward, Greedy
+from longhorizon.hypers import Hyper, nearest
+from longhorizon.outer import GradientDescent, SignDescent, TorchOuter
+from longhorizon.rules import Rule
+from longhorizon.task import Task
+
+RULES: dict[str, Callable[..., Rule]] = {"sgd": rules.sgd, "adam": rules.adam, "adamw": rules.adamw}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+ENGINES = ("auto", "forward", "adjoint", "greedy")
+OUTERS = ("sign", "gradient", "adam")
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run, in one sentence."""
+
+
+def _default_hypers() -> dict[str, dict[str, Any]]:
+    return {
+        "lr": {"start": 0.0, "windows": 5, "step": 0.1, "low": -1.0, "high": 1.0},
+        "momentum": {"start": 0.0, "step": 0.15, "low": -1.5, "high": 1.5},
+        "weight_decay": {"start": 0.0, "step": 4e-4, "low": -4e-3, "high": 4e-3},
+    }
+
+
+def _setting(default: Any, doc: str, factory: Callable[[], Any] | None = None) -> Any:
+    if factory is not None:
+        return field(default_factory=factory, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every setting of a tuning run; the defaults are the embedded example."""
+
+    # What is trained
+    task: str = _setting("", "your own 'module:function' that returns a longhorizon.Task; replaces model and data")
+    model: str = _setting("mlp-64", "a built-in model (mlp-64, lenet, wrn-16-1, resnet-18 …) or your 'module:function'")
+    data: str = _setting("digits", "digits, mnist, svhn, cifar10 or cifar100")
+    data_root: str = _setting("", "where data sets are; default: the variable LONGHORIZON_DATA, then the cache")
+    batch_size: int = _setting(64, "training examples in a batch")
+    val_fraction: float = _setting(0.2, "share of the training set held out for validation, anew in every outer step")
+    device: str = _setting("auto", "cpu, cuda, or auto")
+    dtype: str = _setting("float32", "float32 or float64")
+    rule: dict[str, Any] = _setting(
+        None, "optimizer: name (sgd, adam, adamw) and its arguments", lambda: {"name": "sgd"}
+    )
+    # What is learnt, and how
+    hypers: dict[str, dict[str, Any]] = _setting(
+        None, "per name: start, windows, step, low, high, scale, params, learn", _default_hypers
+    )
+    steps: int | list[int] = _setting(200, "optimizer steps of a training run; a list gives one per outer step")
+    epochs: float | list[float] = _setting(0.0, "the same in epochs; replaces steps when given")
+    outer_steps: int = _setting(12, "hypergradients to take at most")
+    outer: str = _setting("sign", "outer optimizer: sign (the paper's), gradient, or adam")
+    outer_rate: float = _setting(0.1, "its rate, for gradient and adam")
+    engine: str = _setting("auto", "auto, forward, adjoint, or greedy")
+    horizon: int = _setting(1, "how many steps ahead the greedy engine looks")
+    clip: float = _setting(10.0, "elementwise bound on Hessian products, 0 for exact hypergradients")
+    seed: int = _setting(0, "of everything")
+    seeds: int = _setting(1, "training runs that each hypergradient is averaged over")
+    # Afterwards
+    test_seeds: int = _setting(
+        5, "trainings from scratch with the result, on all training data, to test it; 0 for none"
+    )
+    test_steps: int = _setting(0, "optimizer steps of these; default: the longest of steps")
+    compare: bool = _setting(True, "also test three schedules off the shelf (sgd only)")
+    checkpoint_seconds: float = _setting(30.0, "how often a training run is saved on its way")
+
+
+def load_recipe(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe in a file (or the defaults), with overrides by dotted key."""
+    content: dict[str, Any] = {}
+    if path is not None:
+        try:
+            content = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise RecipeError(f"cannot read {path}: {error.strerror}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path} is no TOML: {error}.") from None
+    for key, value in (overrides or {}).items():
+        _override(content, key, value)
+    return make_recipe(content, str(path) if path else "recipe")
+
+
+def make_recipe(content: Mapping[str, Any], origin: str = "recipe") -> Recipe:
+    """A recipe from the content of a file; names the key that is wrong, and the nearest right one."""
+    known = {f.name: f for f in fields(Recipe)}
+    given: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in known:
+            raise RecipeError(f"{origin}: unknown key {key!r}.{nearest(key, list(known))}")
+        given[key] = _typed(key, value, known[key].type)
+    for key in ("model", "task"):
+        if ":" in str(given.get(key, "")):
+            _split_reference(key, given[key])
+    recipe = Recipe(**given)
+    _check(recipe, origin)
+    return recipe
+
+
+def hypers_of(recipe: Recipe) -> dict[str, Hyper]:
+    """The hyperparameters of a recipe."""
+    known = [f.name for f in fields(Hyper)]
+    made = {}
+    for key, entry in recipe.hypers.items():
+        if not isinstance(entry, Mapping):
+            raise RecipeError(f"hypers.{key} = {entry!r}: expected a table, e.g. {{start = 0.0, windows = 5}}.")
+        for name in entry:
+            if name not in known:
+                raise RecipeError(f"hypers.{key}: unknown key {name!r}.{nearest(name, known)}")
+        if "start" not in entry:
+            raise RecipeError(f"hypers.{key} has no start.")
+        made[key] = Hyper(**entry)
+    return made
+
+
+def rule_of(recipe: Recipe) -> Rule:
+    """The optimizer of a recipe."""
+    arguments = dict(recipe.rule)
+    name = arguments.pop("name", "sgd")
+    if name not in RULES:
+        raise RecipeError(f"rule.name = {name!r}: unknown optimizer.{nearest(str(name), list(RULES))}")
+    grad_clip = arguments.pop("grad_clip", None)
+    known = [*RULES[name]().defaults, *RULES[name]().options]
+    for argument in arguments:
+        if argument not in known:
+            raise RecipeError(f"rule.{argument}: {name} has no such argument.{nearest(argument, known)}")
+    rule = RULES[name](**arguments)
+    return rule if grad_clip is None else rules.clipped(rule, grad_clip)
+
+
+def engine_of(recipe: Recipe) -> Engine | str:
+    """The engine of a recipe."""
+    clip = recipe.clip or None
+    if recipe.engine == "forward":
+        return Forward(clip=clip)
+    if recipe.engine == "adjoint":
+        return Adjoint(clip=clip)
+    if recipe.engine == "greedy":
+        return Greedy(recipe.horizon, clip=clip)
+    return "auto" if clip is None else Forward(clip=clip)  # the paper's clip is one of tangents
+
+
+def outer_of(recipe: Recipe) -> Any:
+    """The outer optimizer of a recipe."""
+    if recipe.outer == "gradient":
+        return GradientDescent(recipe.outer_rate)
+    if recipe.outer == "adam":
+        return TorchOuter(lambda parameters: torch.optim.Adam(parameters, lr=recipe.outer_rate))
+    return SignDescent()
+
+
+def task_of(recipe: Recipe, progress: Any = None) -> tuple[Task, int]:
+    """The task of a recipe, and the optimizer steps of one epoch (0 if unknown)."""
+    if recipe.task:
+        task = _load(recipe.task, "task")()
+        if not isinstance(task, Task):
+            raise RecipeError(f"task = {recipe.task!r} returned {type(task).__name__}: expected a longhorizon.Task.")
+        return task, 0
+    from longhorizon import data
+
+    model: Any = _load(recipe.model, "model") if ":" in recipe.model else recipe.model
+    images = data.image_data(
+        recipe.data,
+        recipe.batch_size,
+        recipe.val_fraction,
+        device=None if recipe.device == "auto" else recipe.device,
+        dtype=DTYPES[recipe.dtype],
+        root=recipe.data_root or None,
+        progress=progress,
+    )
+    return images.task(model), images.steps_per_epoch
+
+
+def horizons_of(recipe: Recipe, steps_per_epoch: int) -> list[int]:
+    """Inner steps per outer step."""
+    epochs = recipe.epochs if isinstance(recipe.epochs, list) else [recipe.epochs]
+    if not any(epochs):
+        return recipe.steps if isinstance(recipe.steps, list) else [recipe.steps]
+    if not steps_per_epoch:
+        raise RecipeError("epochs: the length of an epoch of your own task is unknown; give steps instead.")
+    return [max(1, round(e * steps_per_epoch)) for e in epochs]
+
+
+def template() -> str:
+    """A commented recipe with every default, for `longhorizon init`."""
+    lines = ["# A recipe for longhorizon. Run it with: longhorizon tune THIS_FILE", "# Every key is optional.", ""]
+    tables = []
+    for f in fields(Recipe):
+        value = getattr(Recipe(), f.name)
+        if isinstance(value, dict):
+            tables.append((f.name, value, f.metadata["doc"]))
+            continue
+        unset = value in ("", 0, 0.0) and f.name in ("task", "data_root", "epochs", "test_steps")
+        lines.append(f"{'# ' if unset else ''}{f.name} = {_toml(value)}  # {f.metadata['doc']}")
+    for name, value, doc in tables:
+        lines += ["", f"# {doc}"]
+        flat = {k: v for k, v in value.items() if not isinstance(v, dict)}
+        if flat:
+            lines += [f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in flat.items())]
+        for key, entry in value.items():
+            if isinstance(entry, dict):
+                lines += [f"[{name}.{_toml_key(key)}]", *(f"{k} = {_toml(v)}" for k, v in entry.items()), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def to_toml(recipe: Recipe) -> str:
+    """A recipe as a file, every setting written out."""
+    plain = [f"{f.name} = {_toml(getattr(recipe, f.name))}" for f in fields(Recipe) if f.name not in ("rule", "hypers")]
+    lines = [*plain, "", "[rule]", *(f"{k} = {_toml(v)}" for k, v in recipe.rule.items())]
+    for key, entry in recipe.hypers.items():
+        lines += ["", f"[hypers.{_toml_key(key)}]", *(f"{k} = {_toml(v)}" for k, v in entry.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _check(recipe: Recipe, origin: str) -> None:
+    choices: dict[str, tuple[Any, Any]] = {
+        "engine": (recipe.engine, ENGINES),
+        "outer": (recipe.outer, OUTERS),
+        "dtype": (recipe.dtype, tuple(DTYPES)),
+    }
+    for key, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise RecipeError(f"{origin}: {key} = {value!r}.{nearest(value, list(allowed))}")
+    for key, low in (("outer_steps", 1), ("seeds", 1), ("batch_size", 1), ("test_seeds", 0), ("test_steps", 0)):
+        if getattr(recipe, key) < low:
+            raise RecipeError(f"{origin}: {key} = {getattr(recipe, key)}: expected at least {low}.")
+    if recipe.clip < 0 or math.isnan(recipe.clip):
+        raise RecipeError(f"{origin}: clip = {recipe.clip}: expected a bound, or 0 for none.")
+    if not 0 < recipe.val_fraction < 1:
+        raise RecipeError(f"{origin}: val_fraction = {recipe.val_fraction}: expected a share between 0 and 1.")
+    if recipe.engine == "greedy" and recipe.horizon < 1:
+        raise RecipeError(f"{origin}: horizon = {recipe.horizon}: expected at least 1.")
+    if recipe.device != "auto":
+        try:
+            torch.empty(0, device=recipe.device)
+        except (RuntimeError, AssertionError) as error:
+            raise RecipeError(f"{origin}: device = {recipe.device!r}: {str(error).splitlines()[0]}") from None
+    hypers_of(recipe)
+    rule_of(recipe)
+
+
+def _override(content: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key; a table that the file leaves out starts from its default."""
+    parts = key.replace("-", "_").split(".")
+    defaults = {"rule": {"name": "sgd"}, "hypers": _default_hypers()}
+    if len(parts) > 1 and parts[0] in defaults:
+        content.setdefault(parts[0], defaults[parts[0]])
+    table: Any = content
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"--{key}: {part!r} is no table.")
+    table[parts[-1]] = value
+
+
+def parse_value(text: str) -> Any:
+    """A value from the command line: as TOML would read it, else a string.
+
+    >>> parse_value("[1, 10]"), parse_value("0.1"), parse_value("wrn-16-1")
+    ([1, 10], 0.1, 'wrn-16-1')
+    """
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _typed(key: str, value: Any, annotation: Any) -> Any:
+    """The value as the field's type, or an error that shows both."""
+    kind = annotation.__name__ if annotation in (str, int, float, bool) else str(annotation)
+    if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    checks: dict[str, Callable[[Any], bool]] = {
+        "str": lambda v: isinstance(v, str),
+        "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
+        "float": lambda v: isinstance(v, float),
+        "bool": lambda v: isinstance(v, bool),
+    }
+    checks["int | list[int]"] = lambda v: (
+        checks["int"](v) or (isinstance(v, list) and bool(v) and all(map(checks["int"], v)))
+    )
+    checks["float | list[float]"] = lambda v: (
+        _is_count(v) or (isinstance(v, list) and bool(v) and all(map(_is_count, v)))
+    )
+    check = checks.get(kind, lambda v: isinstance(v, dict))
+    if not check(value):
+        words = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+        words |= {"int | list[int]": "a whole number or a list of them", "float | list[float]": "a number or a list"}
+        raise RecipeError(f"{key} = {value!r}: expected {words.get(kind, 'a table')}.")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and value >= 0
+
+
+def _split_reference(key: str, text: str) -> tuple[str, str]:
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise RecipeError(f"{key} = {text!r}: expected 'module:function'.")
+    return module, name
+
+
+def _load(reference: str, key: str) -> Callable[[], Any]:
+    """The user's function behind 'module:function', found from the working directory too."""
+    module, name = _split_reference(key, reference)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"{key} = {reference!r}: no module {error.name!r} here or among installed packages."
+        ) from None
+    except Exception as error:
+        raise RecipeError(
+            f"{key} = {reference!r}: importing {module} failed ({type(error).__name__}: {error})."
+        ) from error
+    if not callable(getattr(found, name, None)):
+        names = [n for n in vars(found) if callable(getattr(found, n)) and not n.startswith("_")]
+        raise RecipeError(f"{key} = {reference!r}: {module} has no function {name!r}.{nearest(name, names)}")
+    return getattr(found, name)  # type: ignore[no-any-return]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else _toml(key)
