@@ -156,8 +156,9 @@ def _adam_init(params: Params) -> AdamState:
 def _adam_update(decoupled: bool) -> Callable[[Params, Params, Any, Values], tuple[Params, Any]]:
     def update(params: Params, grads: Params, state: AdamState, h: Values) -> tuple[Params, AdamState]:
         step = state.step + 1
-        correction1 = 1 - h["beta1"] ** step
-        correction2 = (1 - h["beta2"] ** step).sqrt()
+        power = step.double()  # a float raised to an int64 tensor is float32, whatever the parameters are
+        correction1 = 1 - h["beta1"] ** power
+        correction2 = (1 - h["beta2"] ** power).sqrt()
         new_params, first, second = {}, {}, {}
         for name, p in params.items():
             g = grads[name]
@@ -167,7 +168,8 @@ def _adam_update(decoupled: bool) -> Callable[[Params, Params, Any, Values], tup
                 g = g + h["weight_decay"] * p
             m = h["beta1"] * state.first[name] + (1 - h["beta1"]) * g
             s = h["beta2"] * state.second[name] + (1 - h["beta2"]) * g * g
-            new_params[name] = p - h["lr"] / correction1 * m / (_root(s) / correction2 + h["eps"])
+            rate = (h["lr"] / correction1).to(p.dtype)
+            new_params[name] = p - rate * m / (_root(s) / correction2.to(p.dtype) + h["eps"])
             first[name], second[name] = m, s
         return new_params, AdamState(first, second, step)
 

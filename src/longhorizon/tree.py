@@ -53,6 +53,23 @@ def detach(tree: Tree) -> Tree:
     return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def pack(tree: Tree) -> list[Any]:
+    """Copies of all leaves, as a plain list that any file format can hold."""
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(tree)]
+
+
+def unpack(like: Tree, packed: Sequence[Any]) -> Tree:
+    """The inverse of `pack`, for a tree of the structure of `like`.
+
+    >>> unpack({"w": torch.zeros(2)}, pack({"w": torch.ones(2)}))
+    {'w': tensor([1., 1.])}
+    """
+    flat, spec = pytree.tree_flatten(like)
+    if len(flat) != len(packed):
+        raise ValueError(f"saved state has {len(packed)} parts, this run's has {len(flat)}: another model or rule.")
+    return pytree.tree_unflatten(pack(list(packed)), spec)
+
+
 def equal(one: Tree, other: Tree) -> bool:
     """Whether two trees hold the same numbers, bit for bit (NaN equals NaN)."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)

@@ -137,13 +137,14 @@ class AdjointRun:
     def save(self) -> dict[str, Any]:
         # Of a trajectory kept whole, only every √T-th state is saved: the rest can be replayed.
         return {
-            "phase": "train" if self.phase == "train" else "back",
+            "phase": "back" if self.phase == "replay" else self.phase,
             "t": self.t,
-            "state": tuple(self.state),
-            "points": {str(t): tuple(s) for t, s in self.points.items()},
-            "cotangent": () if self.cotangent is None else tuple(self.cotangent),
-            "per_step": self.per_step,
-            "val_loss": self.val_loss,
+            "state": tree.pack(self.state),
+            "points": {str(t): tree.pack(s) for t, s in self.points.items()},
+            "cotangent": [] if self.cotangent is None else tree.pack(self.cotangent),
+            "per_step": {key: g.clone() for key, g in self.per_step.items()},
+            "val_loss": self.val_loss.clone(),
+            "status": [self.status.what, self.status.step],
             "watch": self.watch.save(),
         }
 
@@ -164,11 +165,13 @@ class AdjointRun:
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.phase, self.t = saved["phase"], saved["t"]
-        self.state = State(*saved["state"])
-        self.points = {int(t): State(*s) for t, s in saved["points"].items()}
-        self.cotangent = State(*saved["cotangent"]) if saved["cotangent"] else None
-        self.per_step = saved["per_step"]
+        start = self.problem.start
+        self.state = tree.unpack(start, saved["state"])
+        self.points = {int(t): tree.unpack(start, s) for t, s in saved["points"].items()}
+        self.cotangent = tree.unpack(start, saved["cotangent"]) if saved["cotangent"] else None
+        self.per_step = {key: g.clone() for key, g in saved["per_step"].items()}
         self.val_loss = saved["val_loss"]
+        self.status = Status(*saved["status"])
 
     def _train(self) -> None:
         if self.keep_all:

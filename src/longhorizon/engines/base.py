@@ -42,7 +42,7 @@ class Run(Protocol):
     def result(self) -> Hypergradient: ...
 
     def save(self) -> dict[str, Any]:
-        """Everything needed to go on later: nested dicts, tuples and lists of tensors and numbers."""
+        """Everything needed to go on later, copied: nested dicts and lists of tensors, numbers and strings."""
         ...
 
 
@@ -64,7 +64,8 @@ class Watch:
         self.losses = torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
         self._first = torch.full((), -1, dtype=torch.int64, device=problem.device)
         if saved is not None:
-            self.losses, self._first = saved["losses"].to(problem.device), saved["first"].to(problem.device)
+            self.losses = saved["losses"].to(problem.device, copy=True)
+            self._first = saved["first"].to(problem.device, copy=True)
 
     def see(self, step: int, loss: Tensor) -> int | None:
         """Record a loss; the first bad step once it is known."""
@@ -81,7 +82,7 @@ class Watch:
         return first if first >= 0 else None
 
     def save(self) -> dict[str, Any]:
-        return {"losses": self.losses, "first": self._first}
+        return {"losses": self.losses.clone(), "first": self._first.clone()}
 
 
 def finish(

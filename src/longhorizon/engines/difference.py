@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longhorizon import tree
 from longhorizon.engines.base import Progress, Watch, finish
 from longhorizon.hypers import DEFAULT_STEPS, argument
 from longhorizon.inner import State
@@ -58,7 +59,7 @@ class DifferenceRun:
         self.watch = Watch(problem, saved and saved["watch"])
         self.losses: list[Tensor] = list(saved["losses"]) if saved else []
         self.t = saved["t"] if saved else 0
-        self.state = State(*saved["state"]) if saved else problem.start
+        self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self._shifted = self._problem()
 
     @property
@@ -82,7 +83,7 @@ class DifferenceRun:
                 self._shifted = self._problem()
 
     def save(self) -> dict[str, Any]:
-        return {"losses": self.losses, "t": self.t, "state": tuple(self.state), "watch": self.watch.save()}
+        return {"losses": list(self.losses), "t": self.t, "state": tree.pack(self.state), "watch": self.watch.save()}
 
     def result(self) -> Hypergradient:
         problem = self.problem

@@ -84,14 +84,14 @@ class ForwardRun:
         self._stretch = [b - a for a, b in pairwise(edges) for _ in range(b - a)]
         self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
         self.watch = Watch(problem, saved and saved["watch"])
-        self.failed: int | None = None
+        self.failed = self.watch.first
         if saved is None:
             self.t, self.state = 0, problem.start
             self.tangents = [leaf.new_zeros((0, *leaf.shape)) for leaf in tree.split(self.state)[0]]
             self._bad = torch.full((len(self.columns),), -1, dtype=torch.int64, device=problem.device)
         else:
-            self.t, self.state, self.tangents = saved["t"], State(*saved["state"]), saved["tangents"]
-            self._bad = saved["bad"]
+            self.t, self.state = saved["t"], tree.unpack(problem.start, saved["state"])
+            self.tangents, self._bad = list(saved["tangents"]), saved["bad"].clone()
 
     @property
     def done(self) -> bool:
@@ -104,9 +104,9 @@ class ForwardRun:
     def save(self) -> dict[str, Any]:
         return {
             "t": self.t,
-            "state": tuple(self.state),
-            "tangents": self.tangents,
-            "bad": self._bad,
+            "state": tree.pack(self.state),
+            "tangents": tree.pack(self.tangents),
+            "bad": self._bad.clone(),
             "watch": self.watch.save(),
         }
 
@@ -134,7 +134,7 @@ class ForwardRun:
             raise explain(error, "Forward") from error
         self.state = state
         self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
-        finite = torch.stack([leaf.flatten(1).sum(1) for leaf in self.tangents]).isfinite().all(0)
+        finite = torch.stack([_rows(leaf).sum(1) for leaf in self.tangents]).isfinite().all(0)
         bad = self._bad[:count]
         self._bad[:count] = torch.where((bad < 0) & ~finite, t, bad)
         self.failed = self.watch.see(t, loss)
@@ -147,7 +147,7 @@ class ForwardRun:
             return finish(problem, str(self.engine), nothing(problem), torch.nan, self.state, status, self.watch.losses)
         val_loss, cotangents, direct = problem.validate(self.state, problem.steps)
         pairs = zip(tree.split(cotangents)[0], self.tangents, strict=True)
-        flat = torch.stack([leaf.flatten(1) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)
+        flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)
         flat = torch.where(self._bad < 0, flat, torch.nan)
         grads = {}
         for key in problem.learnt:
@@ -250,6 +250,11 @@ def _one_column(
 def _jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:
     """(outputs, their tangents, what else `fn` returned)."""
     return jvp(fn, primals, tangents, has_aux=True)
+
+
+def _rows(leaf: Tensor) -> Tensor:
+    """Columns as the rows of a matrix; a scalar parameter's too."""
+    return leaf.reshape(len(leaf), -1)
 
 
 def _grown(leaf: Tensor, count: int) -> Tensor:

@@ -60,8 +60,10 @@ class GreedyRun:
             self.t = 0
             self.sweep = self._sweep(problem.start)
         else:
-            self.per_step, self.t = saved["per_step"], saved["t"]
-            self.sweep = self._sweep(State(*saved["state"]), saved["sweep"] or None)
+            self.per_step = {key: g.clone() for key, g in saved["per_step"].items()}
+            self.t = saved["t"]
+            self.sweep = self._sweep(None, saved["sweep"])
+            self.status = self.sweep.status
 
     @property
     def done(self) -> bool:
@@ -85,12 +87,10 @@ class GreedyRun:
             self.sweep = self._sweep(sweep.state)
 
     def save(self) -> dict[str, Any]:
-        sweep = self.sweep.save()
         return {
-            "per_step": self.per_step,
+            "per_step": {key: g.clone() for key, g in self.per_step.items()},
             "t": self.t,
-            "state": tuple(self.sweep.points[self.sweep.first]),
-            "sweep": sweep,
+            "sweep": self.sweep.save(),
             "watch": self.watch.save(),
         }
 
@@ -107,7 +107,7 @@ class GreedyRun:
             per_step if self.engine.per_step else None,
         )
 
-    def _sweep(self, start: State, saved: dict[str, Any] | None = None) -> AdjointRun:
+    def _sweep(self, start: State | None, saved: dict[str, Any] | None = None) -> AdjointRun:
         last = min(self.t + self.engine.horizon, self.problem.steps)
         sweep = Adjoint(store="auto", clip=self.engine.clip)
         return AdjointRun(sweep, self.problem, saved, first=self.t, last=last, start=start, watch=self.watch)

@@ -1,0 +1,264 @@
+"""Every engine against independent oracles and against every other: problems × rules × engines, in float64."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import longhorizon as lh
+import oracles
+from problems import PROBLEMS, RULES, Case, Point, Setting, compute, hypers_for, problem, relative, task_of
+
+ENGINES = {
+    "forward": lambda steps: lh.Forward(compile=False),
+    "forward, chunk 2": lambda steps: lh.Forward(chunk=2, compile=False),
+    "adjoint, all": lambda steps: lh.Adjoint(store="all"),
+    "adjoint, sqrt": lambda steps: lh.Adjoint(store="sqrt"),
+    "greedy, horizon T": lambda steps: lh.Greedy(horizon=steps),
+}
+VARIANTS = {"batchnorm-train", "batchnorm-average", "dropout-everywhere", "tied", "generator"}  # two rules are enough
+
+
+def rules_for(name):
+    if problem(name).replace is not None:
+        return ["sgd"]
+    return ["sgd", "adam"] if name in VARIANTS else list(RULES)
+
+
+TABLE = [(name, rule) for name in PROBLEMS for rule in rules_for(name)]
+
+
+@pytest.mark.parametrize(("name", "rule"), TABLE)
+def test_engines_agree_with_central_differences_and_each_other(name, rule):
+    case, setting = problem(name), RULES[rule]
+    truth = oracles.extrapolated(case, setting)
+    engines = {label: make(case.steps) for label, make in ENGINES.items()}
+    if rule == "sgd" or name == "mlp":  # tracing takes seconds: every problem and every rule, not every pair
+        engines["forward, traced"] = lh.Forward(compile=True)
+    results = {label: compute(case, setting, engine) for label, engine in engines.items()}
+    assert all(h.status.ok for h in results.values())
+    off = {label: relative(h.grad, truth) for label, h in results.items()}
+    assert max(off.values()) <= 1e-6, off
+    apart = {label: relative(h.grad, results["forward"].grad) for label, h in results.items()}
+    assert max(apart.values()) <= 1e-9, apart
+    losses = [h.val_loss for h in results.values()]
+    assert max(losses) - min(losses) <= 1e-12
+
+
+BACKPROP = ["mlp", "dropout", "dropout-everywhere", "batchnorm-train", "transformer", "tied"]
+
+
+@pytest.mark.parametrize(("name", "rule"), [(name, rule) for name in BACKPROP for rule in rules_for(name)])
+def test_adjoint_is_backpropagation_without_its_graph(name, rule):
+    case, setting = problem(name), RULES[rule]
+    assert relative(compute(case, setting, lh.Adjoint()).grad, oracles.backprop(case, setting, rule)) <= 1e-9
+
+
+def test_a_validation_loss_of_its_own_and_its_direct_derivative():
+    """dL_val/dh at fixed weights counts, and only through the loss that judges."""
+
+    def loss(model, batch, hypers):
+        return (
+            F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
+            + hypers["l2"] * model(batch[0]).square().mean()
+        )
+
+    def judge(model, batch, hypers):
+        return F.cross_entropy(model(batch[0]), batch[1]) + hypers["price"] * 3.0
+
+    task = task_of(problem("mlp").task.model, loss=loss, val_loss=judge)
+    hypers = {"l2": lh.Hyper(0.1), "price": lh.Hyper([0.5, 0.7], windows=2)}
+    for engine in (lh.Forward(), lh.Adjoint("all"), lh.Adjoint("sqrt"), lh.Greedy(9), lh.Forward(chunk=1)):
+        h = lh.hypergradient(task, lh.sgd(lr=0.1), hypers, steps=9, engine=engine)
+        assert h.grad["price"].tolist() == pytest.approx([0.0, 3.0], abs=1e-14)
+        assert h.grad["l2"].abs() > 1e-4
+
+
+# --- the paper's own recursion ---
+
+
+def flat_mlp():
+    """A tanh net on flat weights, twice: as a function, and as a task for the library."""
+
+    def loss(w, batch):
+        x, y = batch
+        return F.cross_entropy(torch.tanh(x @ w[:20].view(5, 4)) @ w[20:].view(4, 3), y)
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(0.5 * torch.randn(32, dtype=torch.float64))
+
+    task = task_of(Flat, loss=lambda model, batch: loss(model.w, batch))
+    return loss, task
+
+
+def paper_run():
+    steps = 40
+    loss, task = flat_mlp()
+    values = {
+        "lr": torch.linspace(0.3, 0.1, steps, dtype=torch.float64),
+        "momentum": torch.linspace(0.5, 0.9, steps, dtype=torch.float64),
+        "weight_decay": torch.linspace(0.02, 0.01, steps, dtype=torch.float64),
+    }
+    setting = Setting(lh.sgd(), {key: lh.Hyper(v.tolist(), windows=steps) for key, v in values.items()})
+    case = Case(task, steps)
+    torch.manual_seed(0)
+    start = lh.hypergradient(task, lh.sgd(lr=0.0), {"lr": lh.Hyper(0.0)}, steps=1, seed=3).params["w"]
+    val = tuple(torch.cat(parts) for parts in zip(*task.val(3), strict=True))  # equal sizes: the mean of two means
+    arguments = (loss, start, task.train(3)[:steps], val, {key: v.tolist() for key, v in values.items()})
+    return case, setting, arguments
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint()], ids=str)
+def test_the_paper_s_recursion(engine):
+    case, setting, arguments = paper_run()
+    assert relative(compute(case, setting, engine).grad, oracles.recursion(*arguments)) <= 1e-9
+
+
+def test_the_paper_s_printed_form_is_wrong():
+    """Appendix A prints δ(v_t) in C^β. It must be δ(v_{t-1}): see the erratum in docs."""
+    case, setting, arguments = paper_run()
+    truth = oracles.extrapolated(case, setting)
+    right, printed = oracles.recursion(*arguments), oracles.recursion(*arguments, as_printed=True)
+    assert relative(right, truth) <= 1e-6
+    assert relative({"momentum": printed["momentum"]}, {"momentum": truth["momentum"]}) > 0.05
+    for key in ("lr", "weight_decay"):  # these columns do not meet the misprint
+        assert torch.equal(printed[key], right[key])
+
+
+# --- a quadratic with momentum, by hand ---
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint("all"), lh.Adjoint("sqrt"), lh.Greedy(12)], ids=str)
+@pytest.mark.parametrize("windows", [1, 5, 12])
+def test_closed_form_of_a_quadratic(engine, windows):
+    steps = 12
+    starts = {"lr": (0.2, 0.1), "momentum": (0.4, 0.9), "weight_decay": (0.03, 0.0)}
+    hypers = {
+        key: lh.Hyper(torch.linspace(a, b, windows, dtype=torch.float64).tolist(), windows=windows)
+        for key, (a, b) in starts.items()
+    }
+    index = [t * windows // steps for t in range(steps)]
+    every = {key: hyper.values()[index].tolist() for key, hyper in hypers.items()}
+    loss, grads = oracles.closed_form(every, Point().w.detach())
+    h = lh.hypergradient(problem("quadratic").task, lh.sgd(), hypers, steps=steps, engine=engine)
+    assert h.val_loss == pytest.approx(loss, rel=1e-12)
+    for key, per_step in grads.items():
+        shared = torch.zeros(windows, dtype=torch.float64).index_add(0, torch.tensor(index), torch.from_numpy(per_step))
+        assert relative({key: h.grad[key]}, {key: shared}) <= 1e-12
+
+
+# --- greedy ---
+
+
+@pytest.mark.parametrize("horizon", [1, 3, 4])
+def test_greedy_is_a_row_of_short_exact_runs(horizon):
+    """Stretch by stretch: differentiate the loss right after it, from its first state held constant."""
+    case, setting = problem("learnt-loss"), RULES["sgd"]
+    got = compute(case, setting, lh.Greedy(horizon), per_step=True).per_step
+    exact = {}
+    for first in range(0, case.steps, horizon):
+        last = min(first + horizon, case.steps)
+        # The exact hypergradient of the loss after `last` steps, of which only the stretch's own steps are kept.
+        values = {
+            k: v.values()[[t * v.windows // case.steps for t in range(last)]]
+            for k, v in hypers_for(case, setting).items()
+        }
+        hypers = {k: lh.Hyper(v.tolist(), windows=last) for k, v in values.items()}
+        part = lh.hypergradient(case.task, setting.rule, hypers, steps=last, engine=lh.Forward(), seed=3)
+        for key, g in part.grad.items():
+            exact.setdefault(key, []).append(g[first:last])
+    assert relative(got, {key: torch.cat(parts) for key, parts in exact.items()}) <= 1e-9
+
+
+def test_a_horizon_beyond_the_run_is_the_run():
+    case, setting = problem("mlp"), RULES["sgd"]
+    at, beyond = (compute(case, setting, lh.Greedy(case.steps + more)).grad for more in (0, 7))
+    assert all(torch.equal(at[key], beyond[key]) for key in at)
+
+
+def test_horizon_one_differs_from_the_truth():
+    case, setting = problem("mlp"), RULES["sgd"]
+    exact, greedy = (compute(case, setting, e).grad for e in (lh.Adjoint(), lh.Greedy(1)))
+    assert relative(greedy, exact) > 1e-2
+
+
+# --- clip ---
+
+
+def test_clip_of_the_hessian_product_by_hand():
+    """One parameter, loss a w²/2: H·Z = a Z, bounded to ±c in the forward recursion and H·q̂ in the adjoint's."""
+    a, lr, clip, steps = 5.0, 0.1, 0.02, 6
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    task = lh.Task(One, lambda model, batch: a * model.w**2 / 2, lambda seed: [0] * steps, lambda seed: [0])
+    Z, w = 0.0, 1.0
+    for _ in range(steps):
+        Z = Z - lr * min(max(a * Z, -clip), clip) - a * w
+        w -= lr * a * w
+    forward = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(lr)}, steps=steps, engine=lh.Forward(clip=clip))
+    assert forward.grad["lr"].item() == pytest.approx(a * w * Z, rel=1e-12)
+    trajectory = [(1 - lr * a) ** t for t in range(steps + 1)]
+    p, total = a * trajectory[-1], 0.0
+    for t in reversed(range(steps)):
+        total -= p * a * trajectory[t]
+        p += min(max(a * -lr * p, -clip), clip)
+    adjoint = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(lr)}, steps=steps, engine=lh.Adjoint(clip=clip))
+    assert adjoint.grad["lr"].item() == pytest.approx(total, rel=1e-12)
+    exact = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(lr)}, steps=steps, engine=lh.Forward())
+    assert abs(forward.grad["lr"] - exact.grad["lr"]) > 1e-3
+    assert abs(adjoint.grad["lr"] - exact.grad["lr"]) > 1e-3
+
+
+@pytest.mark.parametrize("make", [lh.Forward, lh.Adjoint, lambda clip: lh.Greedy(9, clip=clip)])
+def test_a_clip_out_of_reach_changes_nothing(make):
+    case, setting = problem("mlp"), RULES["sgd"]
+    exact, clipped = (compute(case, setting, make(clip=c)).grad for c in (None, 1e6))
+    assert all(torch.equal(exact[key], clipped[key]) for key in exact)
+
+
+def test_forward_s_clip_is_the_same_however_the_columns_are_chunked():
+    case, setting = problem("mlp"), RULES["sgd"]
+    whole, parts = (compute(case, setting, lh.Forward(clip=1e-2, chunk=c)).grad for c in (None, 3))
+    assert relative(parts, whole) <= 1e-12
+    assert relative(whole, compute(case, setting, lh.Forward()).grad) > 1e-3
+
+
+# --- the automatic choice ---
+
+
+def test_auto_says_what_it_picked_and_why():
+    case = problem("mlp")
+    few = lh.hypergradient(case.task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=8)
+    assert few.engine.startswith("forward")
+    assert "N=1 values, T=8 steps, D=57 parameters" in few.engine
+    many = lh.hypergradient(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=8)}, steps=8)
+    assert many.engine.startswith("adjoint")
+    assert "N=8" in many.engine
+    single = lh.hypergradient(case.task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=8, per_step=True)
+    assert single.engine.startswith("adjoint")
+    assert single.per_step["lr"].shape == (8,)
+
+
+def test_auto_goes_by_memory(monkeypatch):
+    modules = [sys.modules[f"longhorizon.engines.{name}"] for name in ("adjoint", "choose")]
+    many = {"lr": lh.Hyper(0.1, windows=16)}
+
+    def pick(free, **options):
+        for module in modules:
+            monkeypatch.setattr(module, "free_memory", lambda device: free)
+        return lh.hypergradient(problem("mlp").task, lh.sgd(), many, steps=16, **options).engine
+
+    state = 2 * 57 * 8 + 8  # weights, velocity and counter, in bytes
+    assert pick(100 * state).startswith("adjoint, all states kept")
+    assert pick(2 * 11 * state).startswith("adjoint, replayed")
+    assert pick(10 * state).startswith("forward")
+    with pytest.raises(ValueError, match=r"per_step=True needs the adjoint"):
+        pick(10 * state, per_step=True)
