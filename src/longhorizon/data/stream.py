@@ -43,13 +43,18 @@ class Resident:
         height, width = (side - 2 * self.pad for side in self.pixels.shape[2:])
         return self.pixels.unfold(2, height, 1).unfold(3, width, 1)
 
+    @property
+    def centre(self) -> Tensor:
+        """The images without their margin; a view."""
+        return self.windows[:, :, self.pad, self.pad]
+
     def normalise(self, pixels: Tensor) -> Tensor:
         """Bytes as numbers of mean 0 and variance 1."""
-        return pixels * self.scale + self.shift
+        return (pixels * self.scale).add_(self.shift)  # in place: memory is what this costs
 
     def batch(self, index: Tensor) -> Batch:
         """The images of an index, as they are."""
-        return self.normalise(self.windows[:, :, self.pad, self.pad][index]), self.labels[index]
+        return self.normalise(self.centre.index_select(0, index)), self.labels[index]
 
 
 def to_device(
@@ -111,9 +116,9 @@ class Stream:
         self._data, self._seed, self._augment = data, seed, augment
         self._index = torch.arange(count) if index is None else index.cpu()
         self._batch_size = batch_size
-        self._windows = data.windows
+        self._windows, self._centre = data.windows, data.centre
         self._epoch = -1  # that of `_drawn`
-        self._drawn: tuple[Tensor, ...] = ()
+        self._drawn: list[tuple[Tensor, ...]] = []
 
     @property
     def steps_per_epoch(self) -> int:
@@ -126,9 +131,11 @@ class Stream:
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._drawn, self._epoch = self._draw(epoch), epoch
-        here = slice(place * self._batch_size, (place + 1) * self._batch_size)
-        index, row, column, mirrored, labels = (drawn[here] for drawn in self._drawn)
-        images = self._windows[index, :, row, column]
+        index, row, column, mirrored, labels = self._drawn[place]
+        if self._augment.pad:
+            images = self._windows[index, :, row, column]
+        else:
+            images = self._centre.index_select(0, index)
         if self._augment.flip:
             images = torch.where(mirrored, images.flip(3), images)
         return self._data.normalise(images), labels
@@ -136,8 +143,8 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         return map(self.__getitem__, itertools.count())
 
-    def _draw(self, epoch: int) -> tuple[Tensor, ...]:
-        """All that is random about an epoch."""
+    def _draw(self, epoch: int) -> list[tuple[Tensor, ...]]:
+        """All that is random about an epoch, by step: index, row, column and mirrored of each image, and its label."""
         generator = torch.Generator().manual_seed(seeds.mix(self._seed, epoch, _SHUFFLE))
         count, pad = self.steps_per_epoch * self._batch_size, self._augment.pad
         order = self._index[torch.randperm(len(self._index), generator=generator)[:count]]
@@ -145,7 +152,8 @@ class Stream:
         mirrored = torch.randint(2, (count, 1, 1, 1), generator=generator, dtype=torch.bool)
         device = self._data.labels.device
         index, row, column = torch.cat((order[None], offset)).to(device)
-        return index, row, column, mirrored.to(device), self._data.labels[index]
+        drawn = (index, row, column, mirrored.to(device), self._data.labels[index])
+        return list(zip(*(tensor.split(self._batch_size) for tensor in drawn), strict=True))
 
 
 def split(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
