@@ -29,7 +29,7 @@ class Case:
 
 
 def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def whole(seed: int, high: int, *shape: int) -> Tensor:

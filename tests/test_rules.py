@@ -1,0 +1,239 @@
+"""Every rule against its `torch.optim` twin, and the properties that all rules share."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import longhorizon as lh
+from longhorizon import tree
+from problems import RULES, draw
+
+SMALLEST = math.ulp(0.0)  # stands for momentum 0 in torch, which would freeze its buffer there (see `lh.sgd`)
+
+
+def cycle(*values: float):
+    """A schedule that is another value at every step."""
+    return lambda t: values[t % len(values)] * (1 + 0.01 * t)
+
+
+# Every hyperparameter moves at every step, through zero and negative values. beta2 stays in [0, 1): below zero the
+# second moment goes negative and its root, in torch as here, is NaN. eps stays away from −√ŝ, where both divide by 0.
+SCHEDULES = {
+    "lr": cycle(0.1, 0.03, 0.0, -0.02, 0.05),
+    "momentum": cycle(0.5, 0.9, 0.0, -0.4, 0.3, 0.1, 0.0),
+    "dampening": cycle(0.0, 0.3, -0.2, 0.5),
+    "weight_decay": cycle(0.1, 0.0, -0.05),
+    "beta1": cycle(0.6, 0.0, -0.3, 0.55, 0.1),
+    "beta2": cycle(0.6, 0.0, 0.5, 0.3),
+    "eps": cycle(1e-2, 0.5, 1e-8, -1e-9),
+    "grad_clip": cycle(0.5, 0.1, 2.0),
+}
+
+
+class Adam(torch.optim.Adam):
+    """torch's Adam under our names."""
+
+    def set(self, values: dict[str, float]) -> None:
+        self.param_groups[0].update({k: v for k, v in values.items() if k not in ("beta1", "beta2")})
+        self.param_groups[0]["betas"] = values["beta1"], values["beta2"]
+
+
+class AdamW(torch.optim.AdamW):
+    set = Adam.set
+
+
+class Sgd(torch.optim.SGD):
+    freezes = False  # hand torch an exact zero momentum?
+
+    def set(self, values: dict[str, float]) -> None:
+        self.param_groups[0].update(values)
+        if not self.freezes:
+            self.param_groups[0]["momentum"] = values["momentum"] or SMALLEST
+
+
+TWINS = {
+    "sgd": (lh.sgd(), lambda p: Sgd(p, lr=0.1)),
+    "nesterov": (lh.sgd(nesterov=True), lambda p: Sgd(p, lr=0.1, momentum=0.9, nesterov=True)),
+    "adam": (lh.adam(), Adam),
+    "adamw": (lh.adamw(), AdamW),
+    "clipped": (lh.clipped(lh.sgd(), 1.0), lambda p: Sgd(p, lr=0.1)),
+}
+
+
+def gradient(params: dict[str, Tensor], t: int) -> dict[str, Tensor]:
+    """Of a quadratic, with noise; both runs see the same function of their own weights."""
+    return {name: 0.8 * p + draw(100 * t + i, *p.shape) for i, (name, p) in enumerate(params.items())}
+
+
+def weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    return {"matrix": draw(1, 3, 2).to(dtype), "vector": draw(2, 4).to(dtype), "scalar": draw(3).to(dtype)}
+
+
+def run_both(rule, twin, schedules, as_tensors, steps=50):
+    ours, theirs = weights(), [torch.nn.Parameter(p.clone()) for p in weights().values()]
+    optimizer, state = twin(theirs), rule.init(ours)
+    for t in range(steps):
+        values = {name: schedules[name](t) for name in rule.defaults}
+        given = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items()} if as_tensors else values
+        ours, state = rule.update(ours, gradient(ours, t), state, given)
+        for p, g in zip(
+            theirs, gradient(dict(zip(ours, (p.detach() for p in theirs), strict=True)), t).values(), strict=True
+        ):
+            p.grad = g
+        if "grad_clip" in values:
+            torch.nn.utils.clip_grad_value_(theirs, values.pop("grad_clip"))
+        optimizer.set(values)
+        optimizer.step()
+        for (name, p), q in zip(ours.items(), theirs, strict=True):
+            assert (p - q).abs().max() <= 1e-12 * q.abs().max().clamp(min=1.0), f"{name} at step {t}"
+
+
+@pytest.mark.parametrize("as_tensors", [True, False], ids=["learnt", "fixed"])
+@pytest.mark.parametrize("name", TWINS)
+def test_equal_to_torch_while_everything_changes(name, as_tensors):
+    rule, twin = TWINS[name]
+    schedules = SCHEDULES | ({"dampening": lambda t: 0.0} if name == "nesterov" else {})
+    run_both(rule, twin, schedules, as_tensors)
+
+
+@pytest.mark.parametrize("as_tensors", [True, False], ids=["learnt", "fixed"])
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_equal_to_torch_at_the_usual_betas(name, as_tensors):
+    """β₂ = 0.999 makes 1 − β₂ᵗ small, where a bias correction in float32 would show."""
+    rule, twin = TWINS[name]
+    run_both(rule, twin, {k: lambda t, v=v: v for k, v in rule.defaults.items()}, as_tensors)
+
+
+def test_momentum_exactly_zero_throughout_is_torch_without_momentum():
+    rule, twin = TWINS["sgd"]
+
+    def frozen(params):
+        optimizer = twin(params)
+        optimizer.freezes = True
+        return optimizer
+
+    # dampening only scales what enters the buffer, and torch without a buffer applies none
+    run_both(rule, frozen, SCHEDULES | {"momentum": lambda t: 0.0, "dampening": lambda t: 0.0}, True)
+
+
+def test_torch_freezes_its_buffer_at_zero_momentum_and_ours_does_not():
+    """The documented difference: without the stand-in for zero the two part."""
+    rule, twin = TWINS["sgd"]
+
+    def freezing(params):
+        optimizer = twin(params)
+        optimizer.freezes = True
+        return optimizer
+
+    with pytest.raises(AssertionError, match="at step"):
+        run_both(rule, freezing, SCHEDULES | {"dampening": lambda t: 0.0}, True)
+
+
+# --- properties of every rule ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("as_tensors", [True, False], ids=["learnt", "fixed"])
+@pytest.mark.parametrize("name", TWINS)
+def test_dtype_and_structure_are_kept(name, as_tensors, dtype):
+    rule, _ = TWINS[name]
+    params = weights(dtype)
+    state = rule.init(params)
+    hypers = {k: torch.tensor(v, dtype=dtype) if as_tensors else v for k, v in rule.defaults.items()}
+    grads = {k: g.to(dtype) for k, g in gradient(params, 0).items()}
+    for _ in range(3):
+        before = (params, state)
+        copies = tree.map(torch.clone, before)
+        params, state = rule.update(params, grads, state, hypers)
+        assert tree.equal(before, copies), "a rule wrote into its arguments"
+        shapes = [tree.map(lambda x: (x.shape, x.dtype, x.device), side) for side in (before, (params, state))]
+        assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_every_float_argument_is_listed_and_learnable(name):
+    """The table that the engines are tested on learns every default of every rule."""
+    rule, _ = TWINS[name]
+    same = [setting for setting in RULES.values() if setting.rule.name == rule.name]
+    assert {key for setting in same for key in setting.hypers} >= set(rule.defaults) - {
+        *(("momentum", "dampening", "weight_decay") if name == "clipped" else ())  # sgd's own, learnt there
+    }
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_jvp_is_vjp(name):
+    """The two derivatives that the engines use are of one function: ⟨u, J v⟩ = ⟨Jᵀ u, v⟩."""
+    rule, _ = TWINS[name]
+    params = weights()
+    _, state = rule.update(params, gradient(params, 0), rule.init(params), {k: 0.1 for k in rule.defaults})
+    real, rebuild = tree.split(
+        (params, gradient(params, 1), state, {k: draw(9).abs() * 0.1 + 0.3 for k in rule.defaults})
+    )
+
+    def step(*leaves):
+        params, grads, state, hypers = rebuild(leaves)
+        return tuple(tree.split(rule.update(params, grads, state, hypers))[0])
+
+    v = tuple(draw(20 + i, *leaf.shape) for i, leaf in enumerate(real))
+    outputs, pushed = torch.func.jvp(step, tuple(real), v)
+    u = tuple(draw(50 + i, *leaf.shape) for i, leaf in enumerate(outputs))
+    pulled = torch.func.vjp(step, *real)[1](u)
+    left = sum((a * b).sum() for a, b in zip(u, pushed, strict=True))
+    right = sum((a * b).sum() for a, b in zip(pulled, v, strict=True))
+    assert float(left) == pytest.approx(float(right), rel=1e-12)
+    assert left.abs() > 1e-3
+
+
+class Idle(torch.nn.Module):
+    """A parameter that never gets a gradient, one whose gradient is always zero, and one that works."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.flat = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.w = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self):
+        return (self.w**2).sum() + (0.0 * self.flat).sum()
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(compile=False), lh.Forward(compile=True), lh.Adjoint()], ids=str)
+@pytest.mark.parametrize("rule", [lh.adam(weight_decay=0.0), lh.adamw(), lh.adam(eps=1e-3)], ids=lambda r: r.name)
+def test_adam_from_a_zero_second_moment_is_finite(rule, engine):
+    """√s has an infinite slope at 0; a parameter without gradient stays there for the whole run."""
+    task = lh.Task(
+        Idle, lambda model, batch: model() + model.unused.sum().detach(), lambda seed: [0] * 5, lambda seed: [0]
+    )
+    hypers = {key: lh.Hyper(value) for key, value in rule.defaults.items() if key != "weight_decay"}
+    h = lh.hypergradient(task, rule, hypers, steps=5, engine=engine)
+    assert h.status.ok
+    assert all(g.isfinite().all() for g in h.grad.values())
+    assert h.grad["lr"] != 0
+    if rule.name == "adam":
+        assert torch.equal(h.params["flat"], torch.ones(2, dtype=torch.float64))
+
+
+def test_a_rule_of_one_s_own():
+    """Any pure update is differentiated: here a smooth cousin of Lion with a state of its own."""
+
+    def update(params, grads, state, h):
+        mixed = {k: h["mix"] * state[k] + (1 - h["mix"]) * g for k, g in grads.items()}
+        return {k: p - h["lr"] * torch.tanh(mixed[k] / h["width"]) for k, p in params.items()}, mixed
+
+    rule = lh.Rule(
+        "soft lion",
+        {"lr": 0.1, "mix": 0.9, "width": 0.5},
+        lambda p: {k: torch.zeros_like(v) for k, v in p.items()},
+        update,
+    )
+    task = lh.Task(Idle, lambda model, batch: model(), lambda seed: [0] * 6, lambda seed: [0])
+    hypers = {"lr": lh.Hyper(0.1, windows=3), "mix": lh.Hyper(0.5), "width": lh.Hyper(0.5)}
+    truth, forward, adjoint = (
+        lh.hypergradient(task, rule, hypers, steps=6, engine=e).grad
+        for e in (lh.FiniteDifference(), lh.Forward(), lh.Adjoint())
+    )
+    for key in hypers:
+        assert torch.allclose(forward[key], truth[key], rtol=1e-6)
+        assert torch.allclose(adjoint[key], forward[key], rtol=1e-9)
