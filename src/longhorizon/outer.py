@@ -129,7 +129,7 @@ class TorchOuter:
     def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
         learnt = _learnt(hypers)
         points = {key: (v.log() if learnt[key].scale == "log" else v.clone()) for key, v in _of(learnt, values).items()}
-        leaves = [torch.nn.Parameter(p) for p in points.values()]
+        leaves = [torch.nn.Parameter(p.clone()) for p in points.values()]
         optimizer = self.make(leaves)
         if state["optimizer"] is not None:
             optimizer.load_state_dict(state["optimizer"])

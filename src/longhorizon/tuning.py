@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, FiniteDifference, Forward, Greedy, Run
-from longhorizon.engines.entry import resolve
+from longhorizon.engines.entry import check_engine, resolve
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
 from longhorizon.problem import Problem, environment, make_problem
@@ -42,7 +42,7 @@ class OuterStep:
     metrics: dict[str, float]
     status: str  # "ok", or what went wrong where
     next: Values  # the values it moved to
-    outer: dict[str, Any]  # the outer optimizer's state after it (γ and signs, for SignDescent)
+    outer: dict[str, Any]  # γ and signs after it, for SignDescent; not the state of a torch optimizer
     engine: str
     seconds: float
 
@@ -87,6 +87,7 @@ class Tuning:
         self.outer_steps = _at_least_one("outer_steps", outer_steps)
         self.seeds = _at_least_one("seeds", seeds)
         self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
+        check_engine(engine)
         self.engine, self.why, self.seed = engine, "", seed
         check_hypers(hypers, min(self.horizons))
         if saved is None:
@@ -205,7 +206,7 @@ class Tuning:
             if len(finished) > 1
             else bad[0],
             next=self.values,
-            outer=self.outer_state,
+            outer={key: value for key, value in self.outer_state.items() if key != "optimizer"},
             engine=finished[0]["engine"],
             seconds=self.seconds,
         )

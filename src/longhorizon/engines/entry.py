@@ -82,14 +82,19 @@ def compute(
     return replace(result, engine=f"{result.engine}: {why}") if why else result
 
 
-def resolve(problem: Problem, engine: Engine | Literal["auto"], per_step: bool = False) -> tuple[Engine, str]:
-    """The engine to use, and why if it was chosen here."""
-    if engine == "auto":
-        return choose(problem, per_step)
-    if isinstance(engine, str) or not hasattr(engine, "begin"):
+def check_engine(engine: object) -> None:
+    """Refuse what is no engine."""
+    if engine != "auto" and (isinstance(engine, str | type) or not hasattr(engine, "begin")):
         raise ValueError(
             f"engine={engine!r}: expected 'auto' or an engine such as lh.Forward(), lh.Adjoint(), lh.Greedy()."
         )
+
+
+def resolve(problem: Problem, engine: Engine | Literal["auto"], per_step: bool = False) -> tuple[Engine, str]:
+    """The engine to use, and why if it was chosen here."""
+    check_engine(engine)
+    if isinstance(engine, str):
+        return choose(problem, per_step)
     if not per_step:
         return engine, ""
     if not isinstance(engine, Adjoint | Greedy):

@@ -1,0 +1,131 @@
+"""The outer step: signs, step sizes, bounds, scales."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+import longhorizon as lh
+from longhorizon.outer import as_outer, search_range, step_size
+
+
+def values(*numbers):
+    return {"lr": torch.tensor(numbers, dtype=torch.float64)}
+
+
+def hypers(**settings):
+    return {"lr": lh.Hyper(**{"start": 0.0, "windows": 1, "step": 0.1, **settings})}
+
+
+def descend(grads, outer=None, start=0.0, **settings):
+    """The values after each of a row of hypergradients."""
+    outer, entry = outer or lh.SignDescent(), hypers(start=start, **settings)
+    state, at, path = outer.init(entry), values(start), []
+    for grad in grads:
+        at, state = outer.update(at, values(grad), state, entry)
+        path.append(at["lr"].item())
+    return path, state
+
+
+def test_sign_descent_moves_by_gamma_and_halves_on_a_flip():
+    path, state = descend([-3.0, -0.1, 5.0, 5.0, -1.0])
+    assert path == pytest.approx([0.1, 0.2, 0.15, 0.1, 0.125])
+    assert state["gamma"]["lr"].item() == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("silent", [0.0, math.nan, math.inf, -math.inf])
+def test_a_sign_that_says_nothing_moves_nothing_and_halves_nothing(silent):
+    path, state = descend([-1.0, silent, -1.0])
+    assert path == pytest.approx([0.1, 0.1, 0.2])
+    assert state["gamma"]["lr"].item() == 0.1
+
+
+def test_a_flip_is_seen_across_a_silent_step():
+    path, _ = descend([-1.0, 0.0, 1.0])
+    assert path == pytest.approx([0.1, 0.1, 0.05])
+
+
+def test_bounds_hold_by_projection():
+    path, _ = descend([-1.0] * 4, high=0.25)
+    assert path == pytest.approx([0.1, 0.2, 0.25, 0.25])
+    path, _ = descend([1.0] * 3, low=-0.15)
+    assert path == pytest.approx([-0.1, -0.15, -0.15])
+
+
+def test_log_scale_moves_by_factors_and_stays_positive():
+    path, _ = descend([1.0] * 200, start=1.0, step=0.5, scale="log")
+    assert path[0] == pytest.approx(math.exp(-0.5))
+    assert path[-1] > 0
+
+
+def test_convergence_is_judged_by_gamma_alone():
+    outer = lh.SignDescent(tolerance=0.3)
+    for start in (-0.5, 0.0, 0.5):  # a negative value has not converged because it is negative
+        _, state = descend([-1.0, -1.0], outer, start=start)
+        assert not outer.converged(state)
+        _, state = descend([-1.0, 1.0, -1.0], outer, start=start)
+        assert outer.converged(state)
+
+
+def test_shrink_halves_every_step_size():
+    outer = lh.SignDescent()
+    state = outer.shrink(outer.init(hypers(windows=2)))
+    assert state["gamma"]["lr"].tolist() == [0.05, 0.05]
+
+
+def test_gradient_descent_is_algorithm_1():
+    path, _ = descend([-2.0, 1.0, math.nan], lh.GradientDescent())
+    assert path == pytest.approx([0.2, 0.1, 0.1])
+
+
+def test_gradient_descent_on_the_log_scale_follows_the_chain_rule():
+    path, _ = descend([3.0], lh.GradientDescent(0.1), start=2.0, scale="log")
+    assert path[0] == pytest.approx(2.0 * math.exp(-0.1 * 3.0 * 2.0))
+
+
+def test_torch_optimizer_keeps_its_momentum_between_outer_steps():
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    path, _ = descend([1.0, 1.0], as_outer(make))
+    assert path == pytest.approx([-0.1, -0.25])
+
+
+def test_torch_optimizer_does_not_move_what_has_no_hypergradient():
+    path, _ = descend([1.0, math.nan], as_outer(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)))
+    assert path == pytest.approx([-0.1, -0.1])
+
+
+def test_fixed_entries_stay():
+    entry = hypers() | {"momentum": lh.Hyper(0.9, learn=False)}
+    at = values(0.0) | {"momentum": torch.tensor([0.9])}
+    outer = lh.SignDescent()
+    new, _ = outer.update(at, values(1.0), outer.init(entry), entry)
+    assert new["momentum"].item() == pytest.approx(0.9)
+
+
+def test_search_range_is_gamma_times_outer_steps_within_bounds():
+    entries = {
+        "lr": lh.Hyper(0.0, step=0.1),
+        "momentum": lh.Hyper(0.5, step=0.15, high=0.99),
+        "weight_decay": lh.Hyper(1e-3, scale="log", step=math.log(2)),
+    }
+    found = search_range(entries, 10)
+    assert found["lr"] == pytest.approx((-1.0, 1.0))
+    assert found["momentum"] == pytest.approx((-1.0, 0.99))
+    assert found["weight_decay"] == pytest.approx((1e-3 / 1024, 1.024))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: as_outer("sign"), "outer='sign': expected lh.SignDescent"),
+        (lambda: as_outer(lh.SignDescent), "expected lh.SignDescent"),
+        (lambda: lh.SignDescent(factor=1.0), "factor=1.0"),
+        (lambda: lh.SignDescent(tolerance=2.0), "tolerance=2.0"),
+        (lambda: lh.GradientDescent({"momentum": 0.1}).init(hypers()), "no rate for hyperparameter 'lr'"),
+        (lambda: step_size("smoothing", lh.Hyper(0.1)), "'smoothing' has no `step`"),
+    ],
+)
+def test_bad_input_is_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,239 @@
+"""What is on disk: complete or not there, exact to resume, safe to open, and clear when something is wrong."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import longhorizon as lh
+from longhorizon import rundir
+from longhorizon.rundir import RunDirectory
+from test_tuning import HYPERS, make_task, tune
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "journal.jsonl").read_text().splitlines()]
+
+
+def without_clock(record):
+    return {k: v for k, v in record.to_dict().items() if k != "seconds"}
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped_after(directory, inner_steps, **settings):
+    """A run that is broken off after some inner steps, with a checkpoint at each."""
+    left = inner_steps
+
+    def progress(tuning):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Stop
+
+    with pytest.raises(Stop):
+        tune(dir=directory, checkpoint_seconds=0.0, progress=progress, **settings)
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(compile=False), lh.Adjoint(store="sqrt"), lh.Greedy(4)], ids=str)
+@pytest.mark.parametrize("when", [1, 27, 55])
+def test_a_broken_run_goes_on_exactly(tmp_path, engine, when):
+    calm = tune(engine=engine)
+    stopped_after(tmp_path / "r", when, engine=engine)
+    resumed = tune(dir=tmp_path / "r", engine=engine)
+    assert [without_clock(r) for r in resumed.history] == [without_clock(r) for r in calm.history]
+    assert resumed.schedule == calm.schedule
+    assert resumed.best == calm.best
+
+
+def test_a_finished_run_is_read_not_repeated(tmp_path):
+    run = tune(dir=tmp_path / "r")
+    again = tune(dir=tmp_path / "r")
+    assert [r.to_dict() for r in again.history] == [r.to_dict() for r in run.history]  # the clock too
+
+
+def test_a_finished_run_may_take_more_outer_steps(tmp_path):
+    tune(dir=tmp_path / "r", outer_steps=2)
+    longer = tune(dir=tmp_path / "r", outer_steps=4)
+    assert [without_clock(r) for r in longer.history] == [without_clock(r) for r in tune(outer_steps=4).history]
+
+
+def test_without_its_checkpoint_a_run_goes_on_from_the_journal(tmp_path):
+    stopped_after(tmp_path / "r", 100)
+    (tmp_path / "r/checkpoint.pt").unlink()
+    resumed = tune(dir=tmp_path / "r")
+    assert resumed.schedule == tune().schedule
+
+
+def test_a_torn_last_line_does_not_count(tmp_path):
+    stopped_after(tmp_path / "r", 100)
+    with open(tmp_path / "r/journal.jsonl", "a") as journal:
+        journal.write('{"index": 2, "val_l')
+    resumed = tune(dir=tmp_path / "r")
+    assert resumed.schedule == tune().schedule
+    assert [line["index"] for line in lines(tmp_path / "r")] == [0, 1, 2, 3]
+
+
+def test_another_recipe_in_the_directory_is_refused_by_name(tmp_path):
+    tune(dir=tmp_path / "r", outer_steps=1)
+    with pytest.raises(lh.RunError, match="holds another run: its hypers.lr.step is 0.1, here it is 0.2"):
+        tune(dir=tmp_path / "r", hypers=HYPERS | {"lr": lh.Hyper(0.0, windows=2, step=0.2)})
+    with pytest.raises(lh.RunError, match="its seed is 0, here it is 1"):
+        tune(dir=tmp_path / "r", seed=1)
+
+
+def edit(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_damage_is_one_clear_sentence_and_loses_nothing(tmp_path):
+    directory = tmp_path / "r"
+    tune(dir=directory, outer_steps=1)
+    whole = {path.name: path.read_bytes() for path in directory.iterdir()}
+
+    def broken(words, **settings):
+        before = (directory / "journal.jsonl").read_bytes()
+        with pytest.raises(lh.RunError, match=words) as caught:
+            tune(dir=directory, **settings)
+        assert "\n" not in str(caught.value)
+        assert (directory / "journal.jsonl").read_bytes() == before
+        for name, content in whole.items():
+            (directory / name).write_bytes(content)
+
+    (directory / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    broken("checkpoint.pt cannot be read .*; delete it to go on from the journal")
+    (directory / "checkpoint.pt").write_bytes(whole["checkpoint.pt"][:200])
+    broken("checkpoint.pt cannot be read")
+    (directory / "run.json").unlink()
+    broken("has a journal or a checkpoint but no run.json: part of it was deleted")
+    (directory / "run.json").write_text("{")
+    broken("run.json is damaged")
+    edit(directory / "run.json", lambda c: c.update(format=99))
+    broken("has format 99; this longhorizon reads up to 1: update it")
+    saved = torch.load(directory / "checkpoint.pt", weights_only=True)
+    torch.save(saved | {"format": 99}, directory / "checkpoint.pt")
+    broken("checkpoint.pt has format 99")
+    torch.save(saved | {"fingerprint": "other"}, directory / "checkpoint.pt")
+    broken("belongs to another run")
+    (directory / "journal.jsonl").write_bytes(b"{broken}\n" + whole["journal.jsonl"])
+    broken("journal.jsonl is damaged at line 1")
+
+
+def test_a_checkpoint_with_code_in_it_is_not_run(tmp_path):
+    tune(dir=tmp_path / "r", outer_steps=1)
+    mark = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(mark),))
+
+    torch.save({"format": 1, "fingerprint": "x", "content": Trap()}, tmp_path / "r/checkpoint.pt")
+    with pytest.raises(lh.RunError, match="cannot be read"):
+        tune(dir=tmp_path / "r")
+    assert not mark.exists()
+
+
+def test_a_full_disk_is_one_sentence_and_the_old_checkpoint_stays(tmp_path, monkeypatch):
+    stopped_after(tmp_path / "r", 30)
+    old = (tmp_path / "r/checkpoint.pt").read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir.torch, "save", full)
+    with pytest.raises(
+        lh.RunError, match="cannot write .*checkpoint.pt; the checkpoint before it is untouched: the disk is full"
+    ):
+        tune(dir=tmp_path / "r", checkpoint_seconds=0.0)
+    monkeypatch.undo()
+    assert (tmp_path / "r/checkpoint.pt").read_bytes() == old
+    assert not (tmp_path / "r/checkpoint.part").exists()
+    assert tune(dir=tmp_path / "r").schedule == tune().schedule
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "r").write_text("")
+    with pytest.raises(lh.RunError, match="cannot create .*a file of that name is in the way"):
+        tune(dir=tmp_path / "r")
+
+
+def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import sys
+        from longhorizon.rundir import RunDirectory
+        with RunDirectory({str(tmp_path / "r")!r}):
+            print("held", flush=True)
+            sys.stdin.read()
+        """
+    )
+    other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(lh.RunError, match=f"in use by process {other.pid}"):
+            tune(dir=tmp_path / "r")
+    finally:
+        other.communicate()
+    with RunDirectory(tmp_path / "r"):  # free again once the other is gone
+        pass
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_after_the_inner_step_and_saves(tmp_path, kind):
+    count = 0
+
+    def progress(tuning):
+        nonlocal count
+        count += 1
+        if count == 30:
+            os.kill(os.getpid(), kind)
+
+    before = signal.getsignal(kind)
+    with pytest.raises(lh.Interrupted, match="stopped at outer step 1 of 4; all is saved in"):
+        tune(dir=tmp_path / "r", progress=progress)
+    assert count in (30, 31)
+    assert signal.getsignal(kind) is before
+    assert tune(dir=tmp_path / "r").schedule == tune().schedule
+
+
+def test_checkpoints_are_made_by_the_clock(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(RunDirectory, "checkpoint", lambda self, content: made.append(content["index"]))
+    clock = iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    tune(dir=tmp_path / "r", outer_steps=1, engine=lh.Forward(compile=False), checkpoint_seconds=10.0)
+    assert 2 <= len(made) <= 5  # 20 inner steps of one tick or two each, and the end of the outer step
+
+
+def test_the_environment_is_recorded_without_names_of_places(tmp_path):
+    tune(dir=tmp_path / "r", outer_steps=1)
+    record = RunDirectory(tmp_path / "r").describe()["environment"]
+    assert record["torch"] == torch.__version__
+    assert str(tmp_path) not in json.dumps(record)
+
+
+def test_tasks_may_stop_and_go_on_with_a_torch_optimizer(tmp_path):
+    make = make_adam
+    calm = tune(outer=make)
+    stopped_after(tmp_path / "r", 100, outer=make)
+    assert tune(dir=tmp_path / "r", outer=make).schedule == calm.schedule
+
+
+def make_adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def test_task_is_not_needed_to_read_a_run(tmp_path):
+    tune(dir=tmp_path / "r", outer_steps=2, task=make_task())
+    assert [record.index for record in RunDirectory(tmp_path / "r").journal()] == [0, 1]

@@ -1,0 +1,200 @@
+"""A learnt schedule leaves the house: files, stretching, torch optimizers, plain Python."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import longhorizon as lh
+from longhorizon.export import to_csv, to_python
+from longhorizon.problem import environment, make_problem
+
+SCHEDULE = lh.Schedule({"lr": (0.1, 0.3, 0.2), "momentum": (0.9,)}, {"name": "sgd"}, ("lr",))
+
+
+def test_values_stretch_to_any_horizon():
+    assert [SCHEDULE.value("lr", t, 6) for t in range(8)] == [0.1, 0.1, 0.3, 0.3, 0.2, 0.2, 0.2, 0.2]
+    assert [SCHEDULE.value("lr", t, 2) for t in range(2)] == [0.1, 0.3]
+    assert SCHEDULE.value("momentum", 5, 10) == 0.9
+
+
+def test_saved_and_loaded_is_equal(tmp_path):
+    SCHEDULE.save(tmp_path / "s.json")
+    assert lh.Schedule.load(tmp_path / "s.json") == SCHEDULE
+    assert list(tmp_path.iterdir()) == [tmp_path / "s.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no longhorizon schedule"),
+        ('{"format": "other"}', "its \"format\" is 'other'"),
+        ('{"format": "longhorizon-schedule", "version": 99}', "version 99; this longhorizon reads up to 1: update"),
+        ('{"format": "longhorizon-schedule", "version": 1, "hypers": {"lr": {}}}', "is damaged"),
+        ('{"format": "longhorizon-schedule", "version": 1, "hypers": {"lr": {"values": []}}}', "has no values"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, content, words):
+    path = tmp_path / "s.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        lh.Schedule.load(path)
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(KeyError, match="Did you mean 'momentum'"):
+        SCHEDULE["momentun"]
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def batches(seed, count=200):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 16, 5, generator=generator)
+    y = (x.sum(-1) > 0).long() + (x[..., 0] > 1).long()
+    return [(x[i], y[i]) for i in range(count)]
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+CASES = {
+    "sgd": (
+        lh.sgd(),
+        {"lr": [0.1, 0.3, 0.05], "momentum": [0.0, 0.9, 0.5], "weight_decay": [1e-3, 0.0]},
+        lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.1),
+    ),
+    "nesterov": (
+        lh.sgd(nesterov=True),
+        {"lr": [0.1, 0.2], "momentum": [0.5, 0.9]},
+        lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.1, nesterov=True),
+    ),
+    "adamw": (
+        lh.adamw(),
+        {"lr": [1e-3, 3e-3], "beta1": [0.9, 0.8], "beta2": [0.99, 0.95], "weight_decay": [0.1, 0.0], "eps": [1e-8]},
+        lambda params: torch.optim.AdamW(params, lr=1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attached_to_plain_torch_gives_our_weights(case):
+    """200 steps in float32 with torch.optim end at the same weights as our inner loop."""
+    rule, values, make_optimizer = CASES[case]
+    hypers = {key: lh.Hyper(v, windows=len(v)) for key, v in values.items()}
+    task = lh.Task(make_model, loss, batches, lambda seed: batches(seed, 1))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with environment():
+            problem = make_problem(task, rule, hypers, 200, 0)
+            state = problem.start
+            model = make_model()
+            model.load_state_dict(state.params)
+            for step in range(200):
+                state, _ = problem.train_step(state, step)
+        optimizer = make_optimizer(model.parameters())
+        scheduler = lh.Schedule.of(hypers, problem.values, rule).attach(optimizer, steps=200)
+        for batch in batches(0):
+            optimizer.zero_grad()
+            loss(model, (batch[0].float(), batch[1])).backward()
+            optimizer.step()
+            scheduler.step()
+    finally:
+        torch.set_default_dtype(default)
+    for name, p in model.named_parameters():
+        assert (p.detach() - state.params[name]).norm() <= 1e-6 * p.norm(), name
+
+
+def test_the_scheduler_resumes_from_its_state_dict(tmp_path):
+    def fresh():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.5)
+        return optimizer, SCHEDULE.attach(optimizer, steps=6)
+
+    optimizer, scheduler = fresh()
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    torch.save({"o": optimizer.state_dict(), "s": scheduler.state_dict()}, tmp_path / "c.pt")
+    saved = torch.load(tmp_path / "c.pt", weights_only=True)
+    again, resumed = fresh()
+    again.load_state_dict(saved["o"])
+    resumed.load_state_dict(saved["s"])
+    seen = []
+    for _ in range(3):
+        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == resumed.get_last_lr()[0]
+        seen.append(again.param_groups[0]["lr"])
+        for o, s in ((optimizer, scheduler), (again, resumed)):
+            o.step()
+            s.step()
+    assert seen == [0.3, 0.2, 0.2]
+
+
+def test_labels_find_their_parameter_groups():
+    body, head = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [body]}, {"params": [head], "name": "head"}], lr=1.0)
+    schedule = lh.Schedule({"lr": (0.1, 0.2), "lr/head": (0.01,), "weight_decay/head": (0.5,)})
+    scheduler = schedule.attach(optimizer, steps=2)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.01]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0, 0.5]
+    optimizer.step()
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.01]
+
+
+def test_attach_refuses_what_would_be_silently_wrong():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="sets 'momentum', which Adam does not have; it was learnt for sgd"):
+        SCHEDULE.attach(optimizer, steps=5)
+    with pytest.raises(ValueError, match="no parameter group of the optimizer has the name 'head'"):
+        lh.Schedule({"lr/head": (0.1,)}).attach(optimizer, steps=5)
+    with pytest.raises(ValueError, match="steps=0"):
+        lh.Schedule({"lr": (0.1,)}).attach(optimizer, steps=0)
+
+
+def test_hyperparameters_of_the_loss_are_left_to_the_user():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    lh.Schedule({"lr": (0.1,), "smoothing": (0.2,)}, in_loss=("smoothing",)).attach(optimizer, steps=5)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_exported_python_runs_alone_and_gives_the_same_values():
+    schedule = lh.Schedule({"lr": (0.1, 0.3), "momentum": (0.0, 0.9), "lr/head": (0.01,)}, {"name": "sgd"})
+    space: dict = {}
+    exec(to_python(schedule), space)
+    assert "longhorizon" not in [name for name in space if not name.startswith("__")]
+    assert space["hyperparameters"](7, 10) == {key: schedule.value(key, 7, 10) for key in schedule.keys()}  # noqa: SIM118
+    make = lambda: torch.optim.SGD(  # noqa: E731
+        [{"params": [nn.Parameter(torch.zeros(1))]}, {"params": [nn.Parameter(torch.zeros(1))], "name": "head"}], lr=1.0
+    )
+    ours, exported = make(), make()
+    scheduler = schedule.attach(ours, steps=10)
+    for step in range(10):
+        space["set_hyperparameters"](exported, step, 10)
+        pick = lambda o: [{k: g[k] for k in ("lr", "momentum")} for g in o.param_groups]  # noqa: E731
+        assert pick(ours) == pick(exported)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # optimizer.step() is not called here
+            scheduler.step()
+
+
+def test_exported_csv_has_a_row_per_step():
+    rows = to_csv(SCHEDULE, 6).splitlines()
+    assert rows[0] == "step,lr,momentum"
+    assert rows[3] == "2,0.3,0.9"
+    assert len(rows) == 7
+
+
+def test_the_file_format_is_the_documented_one(tmp_path):
+    SCHEDULE.save(tmp_path / "s.json")
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert content["format"] == "longhorizon-schedule"
+    assert content["version"] == 1
+    assert content["hypers"]["lr"] == {"values": [0.1, 0.3, 0.2], "argument": "lr", "learnt": True, "of": "optimizer"}

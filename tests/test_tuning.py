@@ -1,0 +1,182 @@
+"""The outer loop on a task small enough to run hundreds of times."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import longhorizon as lh
+
+HYPERS = {
+    "lr": lh.Hyper(0.0, windows=2, step=0.1),
+    "momentum": lh.Hyper(0.0),
+    "weight_decay": lh.Hyper(0.0, low=-1e-3, high=1e-3),
+}
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def batches(seed, count=30):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 8, 4, generator=generator).double()
+    return [(x[i], (x[i].sum(-1) > 0).long()) for i in range(count)]
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def accuracy(model, batch):
+    return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).double().mean()}
+
+
+def make_task(**settings):
+    given = {"train": batches, "val": lambda seed: batches(seed + 10**6, 4), "metrics": accuracy}
+    given |= {"full": batches, "test": lambda: batches(7, 20)}
+    return lh.Task(make_model, loss, **given | settings)
+
+
+def tune(**settings):
+    given = {"task": make_task(), "rule": lh.sgd(), "hypers": HYPERS, "steps": 20, "outer_steps": 4}
+    given |= {"engine": lh.Adjoint()}
+    return lh.tune(**given | settings)
+
+
+def test_tuning_from_zero_lowers_the_validation_loss_and_reports_everything():
+    run = tune(outer_steps=6)
+    assert run.history[-1].val_loss < 0.8 * run.history[0].val_loss
+    assert run.history[-1].metrics["accuracy"] > run.history[0].metrics["accuracy"]
+    assert [record.index for record in run.history] == list(range(6))
+    assert all(record.status == "ok" for record in run.history)
+    assert run.schedule["lr"].shape == (2,)
+    assert run.schedule["weight_decay"].abs().item() <= 1e-3
+
+
+def test_the_generator_is_the_same_run():
+    records = list(lh.steps(make_task(), lh.sgd(), HYPERS, steps=20, outer_steps=3, engine=lh.Adjoint()))
+    again = tune(outer_steps=3).history
+    for one, other in zip(records, again, strict=True):
+        assert one.to_dict() | {"seconds": 0} == other.to_dict() | {"seconds": 0}
+
+
+def test_every_outer_step_has_its_own_seed_and_split():
+    seen = []
+    task = make_task(train=lambda seed: seen.append(seed) or batches(seed))
+    records = list(lh.steps(task, lh.sgd(), HYPERS, steps=5, outer_steps=3, seeds=2, engine=lh.Adjoint()))
+    used = [seed for record in records for seed in record.seeds]
+    assert len(set(used)) == 6
+    assert set(seen) == set(used)
+
+
+def test_the_hypergradient_is_the_mean_over_seeds():
+    (record,) = lh.steps(make_task(), lh.sgd(), HYPERS, steps=10, outer_steps=1, seeds=3, engine=lh.Adjoint())
+    single = [lh.hypergradient(make_task(), lh.sgd(), HYPERS, steps=10, seed=s).grad["lr"] for s in record.seeds]
+    torch.testing.assert_close(record.grad["lr"], torch.stack(single).mean(0), rtol=1e-12, atol=0)
+
+
+def test_budgets_per_outer_step():
+    run = tune(steps=[5, 20], outer_steps=3)
+    assert [record.steps for record in run.history] == [5, 20, 20]
+    best = min(run.history[1:], key=lambda record: record.val_loss)  # a short run's loss does not count
+    assert run.best["lr"].tolist() == best.values["lr"].tolist()
+
+
+def test_best_and_last_are_both_kept(tmp_path):
+    run = tune(dir=tmp_path / "r")
+    best = min(run.history, key=lambda record: record.val_loss)
+    assert run.best["lr"].tolist() == best.values["lr"].tolist()
+    assert run.schedule["lr"].tolist() == run.history[-1].next["lr"].tolist()
+    assert lh.Schedule.load(tmp_path / "r/schedule.json") == run.schedule
+    assert lh.Schedule.load(tmp_path / "r/best.json") == run.best
+
+
+def test_convergence_ends_the_run_early():
+    run = tune(outer=lh.SignDescent(tolerance=0.6), outer_steps=40, hypers={"lr": lh.Hyper(0.0, step=2.0)})
+    assert run.converged
+    assert len(run.history) < 40
+
+
+@pytest.mark.parametrize("outer", [lh.GradientDescent(0.5), functools.partial(torch.optim.Adam, lr=0.05)], ids=str)
+def test_other_outer_optimizers(outer):
+    run = tune(outer=outer, outer_steps=5)
+    assert run.history[-1].val_loss < run.history[0].val_loss
+
+
+def exploding(model, batch):
+    """A loss that is not finite once the weights have moved far."""
+    size = sum(p.abs().sum() for p in model.parameters())
+    return loss(model, batch) + torch.where(size > 40, torch.inf, 0.0)
+
+
+def test_a_diverged_outer_step_is_survived():
+    task = make_task()
+    task = lh.Task(make_model, exploding, task.train, task.val)
+    run = tune(task=task, hypers={"lr": lh.Hyper(0.0, step=3.0)}, outer_steps=8)
+    bad = [record for record in run.history if record.status != "ok"]
+    assert bad
+    first = bad[0]
+    assert "non-finite loss at step" in first.status
+    good = run.history[first.index - 1]
+    assert first.next["lr"].tolist() == good.values["lr"].tolist()  # back to where it last went well
+    assert first.outer["gamma"]["lr"].item() < good.outer["gamma"]["lr"].item()
+    assert run.history[-1].index == 7
+    assert all(math.isfinite(v) for v in run.schedule["lr"].tolist())
+
+
+def test_a_start_that_always_diverges_is_an_error():
+    task = make_task()
+    task = lh.Task(make_model, exploding, task.train, task.val)
+    with pytest.raises(RuntimeError, match="diverged at the starting values"):
+        tune(task=task, hypers={"lr": lh.Hyper(1000.0)}, outer_steps=8)
+
+
+def test_records_survive_json():
+    (record,) = lh.steps(make_task(), lh.sgd(), HYPERS, steps=5, outer_steps=1)
+    again = type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
+    assert again.to_dict() == record.to_dict()
+
+
+def test_retrain_uses_all_data_and_tests_in_eval_mode():
+    asked = []
+    task = make_task(full=lambda seed: asked.append(seed) or batches(seed, 60))
+    values = {"lr": [0.3, 0.3], "momentum": [0.5], "weight_decay": [0.0]}
+    found = lh.retrain(task, lh.sgd(), HYPERS, values, steps=40, seeds=3)
+    assert sorted(set(asked)) == [0, 1, 2]
+    mean, deviation = found.summary()["accuracy"]
+    assert mean > 0.8
+    assert deviation == pytest.approx(torch.tensor(found.metrics["accuracy"]).std().item())
+    model = make_model()
+    model.load_state_dict(found.params | found.buffers)
+    with torch.no_grad():
+        direct = torch.stack([loss(model.eval(), b) for b in batches(7, 20)]).mean()
+    assert found.test_loss[-1] == pytest.approx(direct.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"outer_steps": 0}, "outer_steps=0"),
+        ({"seeds": 0}, "seeds=0"),
+        ({"steps": []}, r"steps=\[\]"),
+        ({"steps": [10, 0]}, "0 is no number of training steps"),
+        ({"steps": 1}, "windows=2 but the run only steps=1"),
+        ({"outer": "sign"}, "outer='sign'"),
+        ({"engine": "fast"}, "engine='fast'"),
+        ({"hypers": {"smoothing": lh.Hyper(0.1)}}, "'smoothing' has no `step`"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_written(tmp_path, settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        tune(dir=tmp_path / "r", **settings)
+    assert not (tmp_path / "r" / "journal.jsonl").exists()
+
+
+def test_retrain_without_test_data_is_refused():
+    with pytest.raises(ValueError, match="give Task\\(test="):
+        lh.retrain(make_task(test=None), lh.sgd(), HYPERS, {k: h.values() for k, h in HYPERS.items()}, steps=5)
