@@ -26,7 +26,7 @@ def without_clock(record):
     return {k: v for k, v in record.to_dict().items() if k != "seconds"}
 
 
-class Stop(Exception):
+class Stop(Exception):  # noqa: N818
     pass
 
 

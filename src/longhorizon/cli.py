@@ -35,10 +35,9 @@ def main() -> None:
         _die(f"{error.format_message()} Try 'longhorizon --help'.", 2)
     except (RecipeError, lh.RunError) as error:
         _die(str(error), 2)
-    except lh.Interrupted as error:
-        _die(str(error), 130)
-    except (KeyboardInterrupt, click.Abort):
-        _die("interrupted", 130)
+    except (KeyboardInterrupt, click.Abort) as error:
+        # click turns our Interrupted, a KeyboardInterrupt, into an Abort
+        _die(str(error.__cause__) if isinstance(error.__cause__, lh.Interrupted) else "interrupted", 130)
     except BrokenPipeError:  # the reader of our output went away; nothing is wrong with the run
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

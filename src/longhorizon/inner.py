@@ -93,14 +93,12 @@ def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_
 
     An entry with `params` goes before one without; two with `params` must not claim the same parameter.
     """
+    check_names(rule, hypers, learnt_loss)
     entries: dict[str, dict[str, str]] = {arg: {} for arg in rule.defaults}  # argument -> parameter -> key
     for specific in (False, True):
         for key, hyper in hypers.items():
             arg = argument(key)
-            if arg not in rule.defaults:
-                _check_loss_key(key, hyper, rule, learnt_loss)
-                continue
-            if (hyper.params is not None) is not specific:
+            if arg not in rule.defaults or (hyper.params is not None) is not specific:
                 continue
             names = list(params) if hyper.params is None else select(key, hyper.params, params)
             for name in names:
@@ -124,11 +122,17 @@ def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_
     )
 
 
-def _check_loss_key(key: str, hyper: Hyper, rule: Rule, learnt_loss: bool) -> None:
-    if not learnt_loss:
-        raise ValueError(
-            f"unknown hyperparameter {key!r}: it is no float argument of {rule.name}, and the loss takes no `hypers`."
-            f"{nearest(argument(key), list(rule.defaults))}"
-        )
-    if hyper.params is not None:
-        raise ValueError(f"hyperparameter {key!r} belongs to the loss: `params` applies to the rule's arguments only.")
+def check_names(rule: Rule, hypers: Mapping[str, Hyper], learnt_loss: bool) -> None:
+    """Refuse an entry that is neither an argument of the rule nor can be one of the loss."""
+    for key, hyper in hypers.items():
+        if argument(key) in rule.defaults:
+            continue
+        if not learnt_loss:
+            raise ValueError(
+                f"unknown hyperparameter {key!r}: it is no float argument of {rule.name}, and the loss takes no "
+                f"`hypers`.{nearest(argument(key), list(rule.defaults))}"
+            )
+        if hyper.params is not None:
+            raise ValueError(
+                f"hyperparameter {key!r} belongs to the loss: `params` applies to the rule's arguments only."
+            )

@@ -18,6 +18,7 @@ from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, FiniteDifference, Forward, Greedy, Run
 from longhorizon.engines.entry import check_engine, resolve
 from longhorizon.hypers import Hyper, check_hypers
+from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
 from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.result import Hypergradient
@@ -90,6 +91,7 @@ class Tuning:
         check_engine(engine)
         self.engine, self.why, self.seed = engine, "", seed
         check_hypers(hypers, min(self.horizons))
+        check_names(rule, hypers, task.has_learnt_loss)
         if saved is None:
             self.index, self.values = 0, {key: hyper.values() for key, hyper in hypers.items()}
             self.outer_state = self.outer.init(self.hypers)

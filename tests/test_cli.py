@@ -1,0 +1,232 @@
+"""The command line, through subprocesses: help, mistakes, stops, pipes, and what a user does with a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "from longhorizon.cli import main; main()"]
+SMALL = ["--steps", "12", "--outer-steps", "2", "--hypers.lr.windows", "3", "--test-seeds", "0"]
+COMMANDS = ["tune", "resume", "report", "export", "check", "data", "init"]
+
+
+def call(*words, cwd, code=0, **environment):
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small run that others look at."""
+    directory = tmp_path_factory.mktemp("finished")
+    call("tune", "--dir", "run", "--steps", 12, "--outer-steps", 2, "--test-seeds", 2, cwd=directory)
+    return directory
+
+
+def test_help_names_every_command_and_default(tmp_path):
+    said = call("--help", cwd=tmp_path).stdout
+    assert all(command in said for command in COMMANDS)
+    said = call("tune", "--help", cwd=tmp_path).stdout
+    assert "--outer-steps [12]" in said
+    assert "--clip [10.0]" in said
+    assert "--hypers.weight_decay: start 0.0, step 0.0004" in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(tmp_path, command):
+    assert f"longhorizon {command}" in call(command, "--help", cwd=tmp_path).stdout
+
+
+def test_a_run_leaves_everything_a_user_needs(finished):
+    run = finished / "run"
+    names = {path.name for path in run.iterdir()}
+    assert {"run.json", "journal.jsonl", "checkpoint.pt", "schedule.json", "best.json", "result.json"} <= names
+    result = json.loads((run / "result.json").read_text())
+    assert set(result["test"]) == {
+        "learnt",
+        "constant lr 0.1",
+        "constant lr 0.1, momentum 0.9",
+        "cosine from 0.1, momentum 0.9",
+    }
+    assert len(result["test"]["learnt"]["accuracy"]) == 2
+    tomllib.loads(json.loads((run / "run.json").read_text())["recipe"])
+
+
+def test_export_in_every_format(finished):
+    space: dict = {}
+    exec(call("export", "run", cwd=finished).stdout, space)
+    values = json.loads((finished / "run/schedule.json").read_text())["hypers"]["lr"]["values"]
+    assert space["hyperparameters"](11, 12)["lr"] == values[-1]
+    assert json.loads(call("export", "run", "--format", "json", cwd=finished).stdout)["version"] == 1
+    rows = call("export", "run", "--format", "csv", "--steps", 12, cwd=finished).stdout.splitlines()
+    assert len(rows) == 13
+    assert call("export", "run/best.json", cwd=finished).stdout == call("export", "run", "--best", cwd=finished).stdout
+
+
+def test_resume_takes_more_outer_steps(finished):
+    call("resume", "run", "--outer-steps", 3, cwd=finished)
+    lines = (finished / "run/journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 1, 2]
+
+
+def test_json_is_one_object_per_line(tmp_path):
+    lines = call("tune", "--json", *SMALL, cwd=tmp_path).stdout.splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events == ["start", "outer_step", "outer_step", "result"]
+    assert json.loads(lines[0])["search_range"]["lr"] == [-0.2, 0.2]
+    assert (tmp_path / "runs/digits-001/journal.jsonl").exists()
+
+
+def test_plain_lines_when_not_a_terminal(tmp_path):
+    done = call("tune", *SMALL, cwd=tmp_path)
+    assert "outer step 2/2: validation loss" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
+    assert "lh.Schedule.load(" in done.stdout
+
+
+def test_a_recipe_from_init_runs_with_overrides_and_own_code(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    call("init", "r.toml", cwd=tmp_path)
+    call("init", "r.toml", cwd=tmp_path, code=2)
+    call("tune", "r.toml", "--model", "mine:make", "--dir", "out", *SMALL, cwd=tmp_path)
+    recipe = tomllib.loads(json.loads((tmp_path / "out/run.json").read_text())["recipe"])
+    assert recipe["model"] == "mine:make"
+    assert recipe["hypers"]["lr"]["windows"] == 3
+
+
+def test_an_own_task_is_tuned_with_steps_and_refuses_epochs(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch, longhorizon as lh\n"
+        "def make():\n"
+        "    x = torch.ones(4, 3)\n"
+        "    return lh.Task(lambda: torch.nn.Linear(3, 1), lambda m, b: (m(b) - 1).square().mean(),\n"
+        "                   lambda seed: [x] * 50, lambda seed: [x])\n"
+    )
+    call("tune", "--task", "mine:make", *SMALL, cwd=tmp_path)
+    done = call("tune", "--task", "mine:make", "--epochs", 1, cwd=tmp_path, code=2)
+    assert "epochs: the length of an epoch of your own task is unknown" in done.stderr
+
+
+def test_check_compares_the_engines(tmp_path):
+    done = call("check", "--inner-steps", 4, cwd=tmp_path)
+    assert "all engines agree" in done.stdout
+    assert done.stdout.count("ok") == 4
+
+
+def test_data_says_what_is_there(tmp_path):
+    done = call("data", "digits", cwd=tmp_path)
+    assert "digits: " in done.stdout
+    done = call("data", "cifar10", "--data-root", tmp_path, cwd=tmp_path, code=1)
+    assert str(tmp_path) in done.stdout
+
+
+BAD_RECIPES = {
+    "not toml": ("steps = ", "is no TOML"),
+    "unknown key": ("outer_step = 3", "unknown key 'outer_step'. Did you mean 'outer_steps'?"),
+    "wrong type": ('steps = "many"', "steps = 'many': expected a whole number or a list"),
+    "bool for int": ("seed = true", "seed = True: expected a whole number"),
+    "unknown hyper key": (
+        "[hypers.lr]\nstart = 0.1\nwindow = 5",
+        "hypers.lr: unknown key 'window'. Did you mean 'windows'?",
+    ),
+    "no start": ("[hypers.lr]\nwindows = 5", "hypers.lr has no start"),
+    "unknown hyper": ("[hypers.lrr]\nstart = 0.1", "unknown hyperparameter 'lrr'"),
+    "integer start": ("[hypers.lr]\nstart = 0", "write 0.0 if it is one"),
+    "unknown rule": ('[rule]\nname = "sdg"', "unknown optimizer. Did you mean 'sgd'?"),
+    "unknown rule argument": ('[rule]\nname = "sgd"\nnesterow = true', "Did you mean 'nesterov'?"),
+    "unknown engine": ('engine = "forwards"', "engine = 'forwards'. Did you mean 'forward'?"),
+    "unknown model": ('model = "wnr-16-1"', "unknown model 'wnr-16-1'"),
+    "unknown data": ('data = "cifra10"', "cifar10"),
+    "no such module": ('model = "nowhere:make"', "no module 'nowhere'"),
+    "bad reference": ('model = "nowhere:"', "expected 'module:function'"),
+    "windows": ("steps = 3", "windows=5 but the run only steps=3"),
+    "fraction": ("val_fraction = 1.5", "val_fraction = 1.5"),
+    "outer steps": ("outer_steps = 0", "outer_steps = 0: expected at least 1"),
+    "device": ('device = "tpu9"', "device = 'tpu9'"),
+    "bounds": ("[hypers.lr]\nstart = 0.1\nlow = 0.2", "outside [0.2, inf]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_RECIPES)
+def test_a_bad_recipe_is_one_line(tmp_path, kind):
+    text, words = BAD_RECIPES[kind]
+    (tmp_path / "bad.toml").write_text(text)
+    done = subprocess.run([*COMMAND, "tune", "bad.toml"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/journal.jsonl"))
+
+
+USAGE = {
+    "unknown command": (["tun"], "No such command 'tun'"),
+    "missing file": (["tune", "none.toml"], "cannot read none.toml: No such file"),
+    "stray word": (["tune", "--seed", "1", "--", "x", "y"], "y"),
+    "key without value": (["tune", "--seed"], "--seed needs a value"),
+    "unknown override": (["tune", "--steps", "9", "--outer-stepz", "3"], "Did you mean 'outer_steps'?"),
+    "resume nowhere": (["resume", "none"], "none does not exist"),
+    "report nowhere": (["report", "none"], "none does not exist"),
+    "export nothing": (["export", "."], "is no run directory: it has no run.json"),
+    "export format": (["export", ".", "--format", "xml"], "'xml' is not one of"),
+    "data name": (["data", "mnits"], "Did you mean 'mnist'?"),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_a_usage_error_is_one_line_and_exit_code_2(tmp_path, kind):
+    words, message = USAGE[kind]
+    done = call(*words, cwd=tmp_path, code=2)
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_an_existing_run_is_not_overwritten(finished):
+    done = call("tune", "--dir", "run", *SMALL, cwd=finished, code=2)
+    assert "longhorizon resume run" in done.stderr
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    words = ["tune", "--dir", "r", "--steps", "300", "--outer-steps", "2", "--test-seeds", "0"]
+    process = subprocess.Popen(
+        [*COMMAND, *words], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "r/run.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)  # into the inner loop
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "all is saved in r; go on with: longhorizon resume r" in said
+    assert (tmp_path / "r/checkpoint.pt").exists()
+    call("resume", "r", cwd=tmp_path)
+    assert len((tmp_path / "r/journal.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_closed_pipe_is_no_traceback(finished):
+    pipe = subprocess.Popen(
+        [*COMMAND, "export", "run", "--format", "csv", "--steps", "200000"],
+        cwd=finished,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with pipe:
+        assert pipe.stdout.readline() == b"step,lr,momentum,weight_decay\n"
+        pipe.stdout.close()
+        said = pipe.stderr.read().decode()
+    assert said == ""
