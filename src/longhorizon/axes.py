@@ -84,18 +84,28 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     return found[begin : end + 1] if end > begin else found[begin - 1 : end + 2]
 
 
+def symlog(value: float, below: float) -> float:
+    """The "symlog" scale: linear up to `below`, a logarithm beyond; the page's script has the same line."""
+    return math.copysign(math.log10(1 + abs(value) / below), value)
+
+
 def symlog_ticks(low: float, high: float, below: float) -> list[tuple[float, str]]:
-    """Zero and powers of ten on the sides that are used."""
-    first = round(math.log10(below))
-    top = math.ceil(math.log10(max(abs(low), abs(high), below * 10)))
-    sides = (low < 0) + (high > 0)
-    stride = math.ceil((top - first + 1) / (4 if sides == 2 else 7))
-    powers = list(range(top, first - 1, -stride))
+    """Zero and powers of ten, on the sides that are used and not too close to each other.
+
+    >>> [text for _, text in symlog_ticks(-0.4, 90.0, 0.1)]
+    ['−1', '−0.1', '0', '0.1', '1', '10', '100']
+    """
+    low, high = min(low, 0.0), max(high, 0.0)
+    size = symlog(high, below) - symlog(low, below)
+    first, top = round(math.log10(below)), math.ceil(math.log10(max(-low, high, below * 10)))
+    powers = range(top, first - 1, -math.ceil(size / 8))
     ticks = [(0.0, "0")]
-    if low < 0:
-        ticks += [(-(10.0**e), "−" + _power(e)) for e in powers if 10.0**e <= -low * 10]
-    if high > 0:
-        ticks += [(10.0**e, _power(e)) for e in powers if 10.0**e <= high * 10]
+    for power in powers:
+        value = 10.0**power
+        if symlog(value, below) > 0.07 * size:
+            ticks += [(-value, "−" + _power(power))] * (value < -low * 10) + [(value, _power(power))] * (
+                value < high * 10
+            )
     return sorted(ticks)
 
 

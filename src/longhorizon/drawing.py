@@ -48,10 +48,8 @@ def interactive(panel: Panel) -> dict[str, Any]:
         "yaxis": {"title": {"text": _plain(panel.y_title), "standoff": 6}},
     }
     if panel.whole:
-        counted = [x for line in panel.lines for x in line.places() if x is not None]
-        low, high = min(counted, default=0.0), max(counted, default=1.0)
-        pad = 0.6 if panel.lines[0].kind == "bars" else max(0.04 * (high - low), 0.25)
-        layout["xaxis"] |= {"dtick": _every(high - low), "tick0": 0, "range": [low - pad, high + pad]}
+        low, high = _counted(panel)
+        layout["xaxis"] |= {"dtick": _every(high - low), "tick0": 0, "range": [low, high]}
     elif panel.x_range is not None:
         layout["xaxis"]["range"] = list(panel.x_range)
     if panel.scale != "linear":
@@ -131,7 +129,7 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def _draw(panel: Panel, ax: Any) -> None:
-    from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedFormatter, FixedLocator, MultipleLocator, NullLocator
 
     ax.set_title(_literal(panel.title), fontsize=10)
     ax.set_xlabel(_literal(panel.x_title), fontsize=9)
@@ -155,7 +153,9 @@ def _draw(panel: Panel, ax: Any) -> None:
         ax.yaxis.set_major_formatter(FixedFormatter([t for _, t in panel.ticks]))
         ax.yaxis.set_minor_locator(NullLocator())
     if panel.whole:
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+        low, high = _counted(panel)
+        ax.set_xlim(low, high)
+        ax.xaxis.set_major_locator(MultipleLocator(_every(high - low)))
     elif panel.x_range is not None:
         ax.set_xlim(*panel.x_range)
     if panel.legend:
@@ -225,6 +225,14 @@ def _swatch(colour: str) -> Any:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
+
+
+def _counted(panel: Panel) -> tuple[float, float]:
+    """What an axis that counts shows: all there is, and a little room."""
+    places = [x for line in panel.lines for x in line.places() if x is not None]
+    low, high = min(places, default=0.0), max(places, default=1.0)
+    room = 0.6 if panel.lines[0].kind == "bars" else max(0.04 * (high - low), 0.25)
+    return low - room, high + room
 
 
 def _every(count: float) -> int:

@@ -254,9 +254,9 @@ def scores_of(result: Mapping[str, Any]) -> dict[str, dict[str, tuple[float | No
     for method, scores in test.items() if isinstance(test, Mapping) else ():
         for name, value in scores.items() if isinstance(scores, Mapping) else ():
             pair = value if isinstance(value, list | tuple) else [value]
-            mean = number(pair[0]) if pair else None
-            if mean is not None or (pair and pair[0] is None):
-                found.setdefault(str(method), {})[str(name)] = (mean, number(pair[1]) if len(pair) > 1 else None)
+            if pair and (pair[0] is None or isinstance(pair[0], int | float)):  # None or NaN: it diverged
+                spread = number(pair[1]) if len(pair) > 1 else None
+                found.setdefault(str(method), {})[str(name)] = (number(pair[0]), spread)
     return found
 
 

@@ -176,7 +176,7 @@ def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep]) -
         good = finite(best.values[key]) if best is not None and key in best.values else [None] * len(last)
         kind = "" if hyper.get("learn", True) else " (fixed)"
         for window, value in enumerate(last):
-            part = _e(span(window, len(last)))
+            part = f"<span class='whole'>{_e(span(window, len(last)))}</span>"
             rows.append([_e(key) + kind, part, short(start[window]), short(good[window]), f"<b>{short(value)}</b>"])
     head = ["name", "part of training", "start", "best run", "last"]
     return _section(
