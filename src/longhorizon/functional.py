@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from longhorizon.rules import Params
 from longhorizon.task import Loss, Task, call_loss
@@ -35,6 +37,8 @@ class Functional:
         for part in module.modules():
             if isinstance(part, _BatchNorm):
                 part.forward = partial(_batch_norm, part)  # type: ignore[method-assign]
+            elif type(part) is nn.Dropout:
+                part.forward = partial(_dropout, part)  # type: ignore[method-assign]
         self.module = module
         self._task = task
         self._caller = _Caller(module)
@@ -97,6 +101,13 @@ def check_module(module: object) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise TypeError(f"module {name!r} is SyncBatchNorm, whose statistics cross processes: use BatchNorm here.")
+        if isinstance(part, _BatchNorm) and type(part).forward is not _BatchNorm.forward:
+            raise TypeError(
+                f"module {name!r} is {type(part).__name__}, a BatchNorm with a forward of its own, whose running "
+                "statistics torch updates outside autograd: derive it from nn.Module and write them out of place."
+            )
+        if isinstance(part, _WeightNorm) or any(isinstance(h, WeightNorm) for h in part._forward_pre_hooks.values()):
+            raise TypeError(f"module {name!r} is weight-normed: torch's second derivative of weight_norm is wrong.")
         if isinstance(part, _InstanceNorm) and part.track_running_stats:
             raise TypeError(
                 f"module {name!r} is {type(part).__name__} with running statistics, which torch updates outside "
@@ -126,3 +137,8 @@ def _batch_norm(m: Any, x: Tensor) -> Tensor:
         m.running_mean = (1 - rate) * m.running_mean + rate * mean
         m.running_var = (1 - rate) * m.running_var + rate * var
     return F.batch_norm(x, None, None, m.weight, m.bias, training=True, eps=m.eps)
+
+
+def _dropout(m: Any, x: Tensor) -> Tensor:
+    """Dropout whose mask does not depend on how its input lies in memory, which differs under `torch.func`."""
+    return F.dropout(x.contiguous(), m.p, m.training)

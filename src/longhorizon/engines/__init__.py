@@ -1,7 +1,7 @@
 """How to differentiate: the engines, the entry point, and the automatic choice."""
 
-from longhorizon.engines.adjoint import Adjoint, ReplayError
-from longhorizon.engines.base import Engine, Progress, Run
+from longhorizon.engines.adjoint import Adjoint
+from longhorizon.engines.base import Engine, Progress, ReplayError, Run
 from longhorizon.engines.choose import choose
 from longhorizon.engines.difference import FiniteDifference
 from longhorizon.engines.entry import hypergradient

@@ -17,16 +17,13 @@ from torch import Tensor
 
 from longhorizon import tree
 from longhorizon.batches import free_memory, nbytes
-from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
+from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
+from longhorizon.engines.silent import check_buffers, check_twice
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
 MEMORY_SHARE = 0.5  # of the free memory that a trajectory (and kept batches) may take
-
-
-class ReplayError(RuntimeError):
-    """Repeating a stretch of training did not end at the same weights."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,8 @@ class AdjointRun:
             self.phase, self.t = "train", first
             self.state = start
             self.points = {first: start}
-            _probe(problem, start, first)
+            if first == 0:
+                _probe(problem, start, first)
         else:
             self._load(saved)
 
@@ -150,8 +148,8 @@ class AdjointRun:
 
     def result(self) -> Hypergradient:
         problem = self.problem
-        grads = problem.share(self.per_step) if self.cotangent is not None else nothing(problem)
         per_step = {k: g.detach().to("cpu", torch.float64) for k, g in self.per_step.items()}
+        grads = problem.share(per_step) if self.cotangent is not None else nothing(problem)
         return finish(
             problem,
             f"adjoint, {'all states kept' if self.keep_all else 'replayed'}",
@@ -212,8 +210,8 @@ class AdjointRun:
         if end is not None and not tree.equal(self._replayed, end):
             raise ReplayError(
                 f"repeating training from step {min(self.window)} to {self.t} gave other weights than the run itself: "
-                "Task.train or the model is random beyond its seed, or a kernel is not deterministic; "
-                "use Adjoint(store='all') or lh.Forward()."
+                "Task.train or the model is random beyond its seed, or a kernel is not deterministic (then use "
+                "Adjoint(store='all') or lh.Forward())."
             )
         self.phase = "back"
 
@@ -227,7 +225,10 @@ class AdjointRun:
             self.phase = "replay"
             return
         assert self.cotangent is not None
-        self.cotangent, hypers = step_back(self.problem, self.window.pop(step), step, self.cotangent, self.engine.clip)
+        state, clip = self.window.pop(step), self.engine.clip
+        self.cotangent, hypers, loss = step_back(self.problem, state, step, self.cotangent, clip)
+        if step == self.first or (self.last - step) % self.watch.every == 0:
+            check_repeated(step, self.watch.losses[step], loss)
         for key, g in hypers.items():
             old = self.per_step[key][step]
             self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
@@ -252,7 +253,7 @@ class AdjointRun:
 
 def step_back(
     problem: Problem, state: State, step: int, cotangent: State, clip: float | None = None
-) -> tuple[State, dict[str, Tensor]]:
+) -> tuple[State, dict[str, Tensor], Tensor]:
     """The VJP of one inner step.
 
     Args:
@@ -261,7 +262,7 @@ def step_back(
         clip: bound on the Hessian product.
 
     Returns:
-        dL/d(state before the step), and dL/d(value) for every learnt hyperparameter of this step.
+        dL/d(state before the step), dL/d(value) for every learnt hyperparameter of this step, and the training loss.
     """
     inner, learnt = problem.inner, problem.learnt
     batch, hypers = problem.batch(step), problem.hypers_at(step)
@@ -276,7 +277,7 @@ def step_back(
     d_params, d_buffers = list(cotangent.params.values()), tree.split(cotangent.buffers)[0]
     d_memory, rebuild_memory = tree.split(cotangent.memory)
 
-    grads, new_buffers, _ = inner.gradient(params, with_buffers(buffers), batch, hypers, create_graph=True)
+    grads, new_buffers, loss = inner.gradient(params, with_buffers(buffers), batch, hypers, create_graph=True)
     leaves = {name: g.detach().requires_grad_() for name, g in grads.items()}
     with torch.enable_grad():
         new_params, new_memory = inner.update(params, leaves, with_memory(memory), hypers)
@@ -304,7 +305,7 @@ def step_back(
         rebuild_memory(to_memory),
     )
     direct = d_loss[n + len(buffers) :]
-    return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}
+    return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}, loss.detach()
 
 
 @contextmanager
@@ -342,6 +343,13 @@ def _probe(problem: Problem, state: State, step: int) -> None:
         step_back(problem, state, step, tree.map(torch.zeros_like, state))
     except (RuntimeError, NotImplementedError) as error:
         raise explain(error, "Adjoint") from error
+    params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+    buffers = {name: b.detach().requires_grad_(tree.is_real(b)) for name, b in state.buffers.items()}
+    batch, hypers = problem.batch(step), problem.hypers_at(step)
+    problem.seed_step(step)
+    grads, after, _ = problem.inner.gradient(params, buffers, batch, hypers, create_graph=True)
+    check_twice(grads)
+    check_buffers(problem, state, step, after)
 
 
 def _check_kept_batches(problem: Problem) -> None:

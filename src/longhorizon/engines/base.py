@@ -18,6 +18,10 @@ from longhorizon.result import Hypergradient, Status
 CHECK_EVERY = 64  # steps between looks at a flag that lives on an accelerator
 
 
+class ReplayError(RuntimeError):
+    """Repeating a stretch of training did not give the same numbers."""
+
+
 class Progress(NamedTuple):
     """How far a run is."""
 
@@ -85,6 +89,17 @@ class Watch:
         return {"losses": self.losses.clone(), "first": self._first.clone()}
 
 
+def check_repeated(step: int, before: Tensor, again: Tensor) -> None:
+    """Refuse a step whose loss is another when it is computed again: its derivative would belong to no run."""
+    tolerance = 1e-3 if before.dtype != torch.float64 else 1e-6  # kernels may differ in rounding, batches do not
+    if not torch.isclose(before, again, rtol=tolerance, atol=tolerance, equal_nan=True):
+        raise ReplayError(
+            f"step {step} had the loss {float(before):g} and, computed again, {float(again):g}: Task.train or the "
+            "model is random beyond its seed. Draw randomness from the seed or, in the data, from torch, numpy or "
+            "random; in the model, from torch."
+        )
+
+
 def finish(
     problem: Problem,
     engine: str,
@@ -113,7 +128,8 @@ def nothing(problem: Problem) -> dict[str, Tensor]:
 def explain(error: Exception, engine: str) -> Exception:
     """Turn torch's complaint about an operation into ours, or return the error as it is."""
     text = str(error).split("\n")[0]
-    marks = ("not implemented", "does not support it", "Batching rule", "doesn't have a derivative", "vmap:")
+    marks = ["not implemented", "does not support it", "Batching rule", "doesn't have a derivative", "vmap:"]
+    marks += ["setup_context", "vmap support", "implement jvp", "once_differentiable", "differentiate twice"]
     if isinstance(error, RuntimeError | NotImplementedError) and any(mark in str(error) for mark in marks):
         other = "lh.Adjoint()" if engine == "Forward" else "lh.Forward()"
         return NotDifferentiable(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longhorizon import tree
-from longhorizon.engines.base import Progress, Watch, finish
+from longhorizon.engines.base import Progress, Watch, check_repeated, finish
 from longhorizon.hypers import DEFAULT_STEPS, argument
 from longhorizon.inner import State
 from longhorizon.problem import Problem
@@ -61,6 +61,7 @@ class DifferenceRun:
         self.t = saved["t"] if saved else 0
         self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self._shifted = self._problem()
+        self._first: Tensor | None = None  # loss of the first step
 
     @property
     def done(self) -> bool:
@@ -73,6 +74,8 @@ class DifferenceRun:
 
     def advance(self) -> None:
         self.state, loss = self._shifted.train_step(self.state, self.t)
+        if self.t == 0:
+            self._check_first(loss)
         self.t += 1
         middle = len(self.losses) == self.total - 1
         failed = middle and self.watch.see(self.t - 1, loss) is not None
@@ -95,6 +98,14 @@ class DifferenceRun:
         if status.ok and not all(bool(g.isfinite().all()) for g in grads.values()):
             status = Status("difference", problem.steps)
         return finish(problem, str(self.engine), grads, self.losses[-1], self.state, status, self.watch.losses)
+
+    def _check_first(self, loss: Tensor) -> None:
+        """All runs begin with one loss, unless it is the loss that is shifted."""
+        run = len(self.losses)
+        if run < len(self.runs) and argument(self.runs[run][0]) not in self.problem.rule.defaults:
+            return
+        self._first = loss if self._first is None else self._first
+        check_repeated(0, self._first, loss)
 
     def _problem(self) -> Problem:
         """The run in hand: one value shifted, or none."""

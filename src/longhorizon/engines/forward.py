@@ -148,6 +148,8 @@ class ForwardRun:
         val_loss, cotangents, direct = problem.validate(self.state, problem.steps)
         pairs = zip(tree.split(cotangents)[0], self.tangents, strict=True)
         flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)
+        ends = (self._bad < 0) & ~flat.isfinite() & val_loss.isfinite()
+        self._bad = torch.where(ends, problem.steps - 1, self._bad)
         flat = torch.where(self._bad < 0, flat, torch.nan)
         grads = {}
         for key in problem.learnt:

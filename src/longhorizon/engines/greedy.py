@@ -99,7 +99,7 @@ class GreedyRun:
         return finish(
             self.problem,
             str(self.engine),
-            self.problem.share(self.per_step),
+            self.problem.share(per_step),
             self.sweep.val_loss,
             self.sweep.state,
             self.status,
