@@ -11,15 +11,15 @@ from longhorizon.tuning import OuterStep
 SPEC = {"lr": lh.Hyper(0.0, windows=5, step=0.1), "momentum": lh.Hyper(0.0, step=0.15, high=0.99)}
 
 
-def make_records(hypers=SPEC, count=4, diverged=(), steps=200, scale=1.0, metrics=("accuracy",)):
-    """Values that climb by γ, hypergradients that shrink, a loss that falls; NaN where a step diverged."""
+def make_records(hypers=SPEC, count=4, diverged=(), steps=200, growth=0.5, metrics=("accuracy",)):
+    """Values that climb by γ, hypergradients that shrink (or grow), a loss that falls; NaN where a step diverged."""
     records = []
     values = {key: hyper.values() for key, hyper in hypers.items()}
     keys = [key for key, hyper in hypers.items() if hyper.learn]
     for index in range(count):
         bad = index in diverged
         loss = math.nan if bad else 2.0 / (index + 1)
-        slope = {k: torch.linspace(-1, 0.5, len(values[k]), dtype=torch.float64) * scale / (index + 1) for k in keys}
+        slope = {k: torch.linspace(-1, 0.5, len(values[k]), dtype=torch.float64) * growth**index for k in keys}
         if bad:
             slope = {k: torch.full_like(v, math.nan) for k, v in slope.items()}
         gamma = {k: torch.full_like(values[k], 0.1 / 2**index) for k in keys}

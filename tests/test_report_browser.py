@@ -7,6 +7,7 @@ import pytest
 import browser
 import longhorizon as lh
 from longhorizon import drawing
+from longhorizon.axes import symlog
 from longhorizon.report import write_report
 from records import SPEC, make_run
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.skipif(browser.COMMAND is None, reason="Chromium is mis
 
 RUNS = {
     "usual": {"hypers": SPEC, "count": 6, "recipe": "</script><script>window.stranger = 1</script>"},
-    "diverged": {"hypers": {"lr": lh.Hyper(0.1, windows=3)}, "count": 4, "diverged": (0, 2), "scale": 1e9},
+    "diverged": {"hypers": {"lr": lh.Hyper(0.1, windows=3)}, "count": 6, "diverged": (0, 2), "growth": 1e4},
     "per step": {"hypers": {"lr": lh.Hyper(0.1, windows=200)}, "count": 3},
     "begun": {"count": 0},
 }
@@ -68,16 +69,17 @@ def test_renders(chromium, pages, name, width):
 
 
 def test_lines_are_where_the_values_are(chromium, pages):
-    """The map of the symlog axis is written twice, in Python for the ticks' choice and in the page."""
+    """The map of the symlog axis is written twice: in Python, for the ticks, and in the page."""
     chromium.open(pages["diverged"])
     drawn = chromium.evaluate("document.getElementById('hypergradients-0').data.map((t) => [t.customdata, t.y])")
-    threshold = json.loads(chromium.evaluate("document.getElementById('data').textContent"))
-    threshold = threshold["panels"]["hypergradients-0"].get("symlog")
+    data = json.loads(chromium.evaluate("document.getElementById('data').textContent"))
+    threshold = data["panels"]["hypergradients-0"]["symlog"]
     records = lh.RunDirectory(pages["diverged"].parent).journal()
     for window, line in enumerate(drawn):
         raw = [float(r.mean["lr"][window]) for r in records if r.status == "ok"]
-        shown = line[1] if threshold is None else line[0]
-        assert [v for v in shown if v is not None] == pytest.approx(raw, rel=1e-5)
+        told, drawn_at = ([v for v in part if v is not None] for part in line)
+        assert told == pytest.approx(raw, rel=1e-5)
+        assert drawn_at == pytest.approx([symlog(v, threshold) for v in raw], rel=1e-4)
     assert chromium.evaluate("document.querySelectorAll('#validation-0 .shapelayer path').length") == 2
 
 
