@@ -109,7 +109,7 @@ def _difference(expected: Any, got: Any) -> str | None:
             return f"{tuple(a.shape)} {a.dtype} became {tuple(b.shape)} {b.dtype}"
         if a.is_floating_point():
             tolerance = 1e-4 if a.dtype == torch.float32 else 1e-10
-            scale = a.abs().max() if a.numel() else a.new_zeros(())
+            scale = torch.where(a.isfinite(), a.abs(), 0).max() if a.numel() else a.new_zeros(())
             if not torch.allclose(a, b, rtol=0, atol=float(tolerance * scale + 1e-30), equal_nan=True):
                 return f"by {float((a - b).abs().max()):.1e} of {float(scale):.1e}"
         elif not torch.equal(a, b):

@@ -55,7 +55,7 @@ class Hyper:
         """The starting values, one per window, in float64."""
         if isinstance(self.start, Real):
             return torch.full((self.windows,), float(self.start), dtype=torch.float64)
-        return torch.as_tensor(self.start, dtype=torch.float64).clone()
+        return torch.as_tensor(self.start, dtype=torch.float64).reshape(-1).clone()
 
 
 def argument(key: str) -> str:
@@ -127,7 +127,7 @@ def _check_one(key: str, hyper: Hyper, steps: int) -> None:
     starts = [hyper.start] if isinstance(hyper.start, Real) else hyper.start
     if isinstance(starts, str) or not isinstance(starts, Sequence | Tensor):
         raise TypeError(f"hyperparameter {key!r} starts at {hyper.start!r}: expected a float, or one per window.")
-    for value in starts.tolist() if isinstance(starts, Tensor) else starts:
+    for value in starts.reshape(-1).tolist() if isinstance(starts, Tensor) else starts:
         if isinstance(value, Integral) or not isinstance(value, Real):
             raise TypeError(
                 f"hyperparameter {key!r} starts at {value!r}, which is no float: only real values have a derivative; "

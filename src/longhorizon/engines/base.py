@@ -111,10 +111,10 @@ def finish(
     per_step: dict[str, Tensor] | None = None,
 ) -> Hypergradient:
     """Gather a result on the CPU, in float64 where it is a hypergradient."""
+    if status.ok and not torch.isfinite(torch.as_tensor(val_loss)):
+        status, grad = Status("validation loss", problem.steps), nothing(problem)
     grad = {key: g.detach().to("cpu", torch.float64) for key, g in grad.items()}
     mean = {key: g / window_lengths(problem.steps, len(g)) for key, g in grad.items()}
-    if status.ok and not torch.isfinite(torch.as_tensor(val_loss)):
-        status = Status("validation loss", problem.steps)
     return Hypergradient(
         grad, mean, float(val_loss), state.params, state.buffers, status, engine, losses.detach().cpu(), per_step
     )
@@ -129,7 +129,7 @@ def explain(error: Exception, engine: str) -> Exception:
     """Turn torch's complaint about an operation into ours, or return the error as it is."""
     text = str(error).split("\n")[0]
     marks = ["not implemented", "does not support it", "Batching rule", "doesn't have a derivative", "vmap:"]
-    marks += ["setup_context", "vmap support", "implement jvp", "once_differentiable", "differentiate twice"]
+    marks += ["setup_context", "vmap support", "implement the jvp", "once_differentiable", "differentiate twice"]
     if isinstance(error, RuntimeError | NotImplementedError) and any(mark in str(error) for mark in marks):
         other = "lh.Adjoint()" if engine == "Forward" else "lh.Forward()"
         return NotDifferentiable(

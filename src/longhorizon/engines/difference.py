@@ -70,7 +70,7 @@ class DifferenceRun:
     @property
     def progress(self) -> Progress:
         steps = self.problem.steps
-        return Progress("train", len(self.losses) * steps + self.t, self.total * steps)
+        return Progress("train", len(self.losses) * steps + (0 if self.done else self.t), self.total * steps)
 
     def advance(self) -> None:
         self.state, loss = self._shifted.train_step(self.state, self.t)
@@ -95,7 +95,7 @@ class DifferenceRun:
             delta = self.engine.distance(problem, key, float(problem.values[key][w]))
             grads[key][w] += sign * loss.cpu() / (2 * delta)
         status = Status() if self.watch.first is None else Status("loss", self.watch.first)
-        if status.ok and not all(bool(g.isfinite().all()) for g in grads.values()):
+        if status.ok and self.losses[-1].isfinite() and not all(bool(g.isfinite().all()) for g in grads.values()):
             status = Status("difference", problem.steps)
         return finish(problem, str(self.engine), grads, self.losses[-1], self.state, status, self.watch.losses)
 

@@ -54,8 +54,9 @@ class Forward:
             raise ValueError(
                 f"Forward(clip={self.clip}): expected a positive bound, or None for the exact hypergradient."
             )
-        if self.chunk is not None and (isinstance(self.chunk, bool) or self.chunk < 1):
-            raise ValueError(f"Forward(chunk={self.chunk}): expected at least 1 column, or None for all at once.")
+        chunk = self.chunk
+        if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+            raise ValueError(f"Forward(chunk={chunk!r}): expected a whole number of columns, or None for all at once.")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"Forward(compile={self.compile!r}): expected True, False or 'auto'.")
 

@@ -37,6 +37,8 @@ class Greedy:
     def __post_init__(self) -> None:
         if isinstance(self.horizon, bool) or not isinstance(self.horizon, int) or self.horizon < 1:
             raise ValueError(f"Greedy(horizon={self.horizon!r}): expected a whole number of steps, at least 1.")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"Greedy(clip={self.clip}): expected a positive bound, or None for no clip.")
 
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "GreedyRun":
         return GreedyRun(self, problem, saved)
@@ -72,7 +74,7 @@ class GreedyRun:
     @property
     def progress(self) -> Progress:
         inside = self.sweep.progress
-        return Progress(inside.phase, 2 * self.t + inside.done, 2 * self.problem.steps)
+        return Progress(inside.phase, 2 * self.sweep.first + inside.done, 2 * self.problem.steps)
 
     def advance(self) -> None:
         self.sweep.advance()

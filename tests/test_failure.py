@@ -1,0 +1,459 @@
+"""A run that fails is a result that says where; one that cannot be differentiated is refused by name beforehand."""
+
+import os
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+import longhorizon as lh
+from problems import classify, held_out, mlp, pairs, problem, task_of
+
+ENGINES = {
+    "forward": lh.Forward(compile=False),
+    "traced": lh.Forward(compile=True),
+    "adjoint-all": lh.Adjoint("all"),
+    "adjoint-sqrt": lh.Adjoint("sqrt"),
+    "greedy": lh.Greedy(20),
+    "difference": lh.FiniteDifference(),
+}
+EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+
+
+class One(nn.Module):
+    """A single number."""
+
+    dtype = torch.float64
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=self.dtype))
+
+
+class Single(One):
+    dtype = torch.float32
+
+
+def endless(seed):
+    return [torch.tensor(float(t)) for t in range(64)]
+
+
+# --- the loss ---
+
+
+@EVERY_ENGINE
+def test_a_diverging_loss_names_its_step(engine):
+    """w ← w − 10 · 4 w³: 1, −39, 2e6, −5e20 …; the loss w⁴ overflows at step 5."""
+
+    class Start(One):
+        def __init__(self):
+            super().__init__()
+            self.w.data.fill_(1.0)
+
+    task = lh.Task(Start, lambda model, batch: model.w.pow(4).sum(), endless, lambda seed: [0])
+    w, first = 1.0, 0
+    while w**4 < float("inf") if abs(w) < 1e77 else False:
+        w, first = w - 10 * 4 * w**3, first + 1
+    h = lh.hypergradient(
+        task, lh.sgd(), {"lr": lh.Hyper(10.0, windows=4), "momentum": lh.Hyper(0.0)}, steps=20, engine=engine
+    )
+    assert not h.status.ok
+    assert not h.status
+    assert (h.status.what, h.status.step) == ("loss", first)
+    assert re.fullmatch(rf"non-finite loss at step {first}: .*lower `lr`.*", str(h.status))
+    assert all(g.isnan().all() for g in (h.grad | h.mean).values())
+    assert h.train_loss[:first].isfinite().all()
+    assert not h.train_loss[first:].isfinite().any()
+
+
+@EVERY_ENGINE
+def test_a_validation_loss_that_is_not_finite(engine):
+    task = lh.Task(
+        One,
+        lambda model, batch: (model.w - 1).square().sum(),
+        endless,
+        lambda seed: [0],
+        val_loss=lambda model, batch: (model.w - 9).log().sum(),
+    )
+    h = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=2)}, steps=4, engine=engine)
+    assert (h.status.what, h.status.step) == ("validation loss", 4)
+    assert h.grad["lr"].isnan().all()
+    assert torch.tensor(h.val_loss).isnan()
+
+
+def test_a_validation_loss_with_an_infinite_slope():
+    """√w at w = 0: the loss is 0, its derivative is not finite."""
+    task = lh.Task(
+        One,
+        lambda model, batch: (0 * model.w).sum(),
+        endless,
+        lambda seed: [0],
+        val_loss=lambda model, batch: model.w.sqrt().sum(),
+    )
+    for engine, what in ((lh.Forward(), "tangent"), (lh.Adjoint(), "adjoint")):
+        h = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=4, engine=engine)
+        assert h.status.what == what
+        assert h.grad["lr"].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "status", [lh.Status(w, 3) for w in ("loss", "tangent", "adjoint", "validation loss", "difference")], ids=str
+)
+def test_every_failure_has_a_remedy(status):
+    assert not status
+    assert f"non-finite {status.what} at step 3: " in str(status)
+    assert "lower `lr`" in str(status)
+    assert lh.Status()
+    assert str(lh.Status()) == "ok"
+
+
+# --- the derivative ---
+
+LR, STEPS = 100.0, 30
+
+
+def unstable():
+    """cos(w) + h sin(w) at its maximum w = 0 with h = 0: the gradient is exactly 0 and the run stands still.
+
+    A push by h at step t moves w by −lr, and the gradient's slope −1 multiplies that by 1 + lr in every later step:
+
+        dL/dh_t = −lr (1 + lr)^(T − 1 − t)        for the validation loss sin(w)
+
+    In float32 this passes the largest number after 19 steps, while the loss is 1 all along.
+    """
+
+    def loss(model, batch, hypers):
+        return (model.w.cos() + hypers["h"] * model.w.sin()).sum()
+
+    return lh.Task(Single, loss, endless, lambda seed: [0], val_loss=lambda model, batch: model.w.sin().sum())
+
+
+PUSH = [-LR * (1 + LR) ** (STEPS - 1 - t) for t in range(STEPS)]
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("engine", "what", "step"),
+    [
+        # the first column passes the largest number at the end of step 19; walking back, ten steps are left by then
+        (lh.Forward(compile=False), "tangent", 19),
+        (lh.Forward(chunk=4), "tangent", 19),
+        (lh.Adjoint("all"), "adjoint", 10),
+        (lh.Adjoint("sqrt"), "adjoint", 10),
+        (lh.Greedy(STEPS), "adjoint", 10),
+    ],
+    ids=str,
+)
+def test_an_overflowing_derivative_names_its_step_and_keeps_what_is_exact(engine, what, step):
+    hypers = {"h": lh.Hyper(0.0, windows=STEPS)}
+    h = lh.hypergradient(unstable(), lh.sgd(lr=LR), hypers, steps=STEPS, engine=engine)
+    assert (h.status.what, h.status.step) == (what, step)
+    assert "clip" in str(h.status)
+    assert h.val_loss == 0.0
+    finite = torch.tensor([abs(push) < LARGEST for push in PUSH])
+    assert torch.equal(h.grad["h"].isfinite(), finite)
+    assert finite.sum() == 19
+    truth = torch.tensor(PUSH, dtype=torch.float64)
+    assert torch.allclose(h.grad["h"][finite], truth[finite], rtol=1e-4)
+    assert h.grad["h"][~finite].isnan().all()
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(clip=1.0), lh.Adjoint(clip=1.0), lh.Greedy(5)], ids=str)
+def test_the_remedies_work(engine):
+    h = lh.hypergradient(unstable(), lh.sgd(lr=LR), {"h": lh.Hyper(0.0, windows=STEPS)}, steps=STEPS, engine=engine)
+    assert h.status.ok
+    assert h.grad["h"].isfinite().all()
+
+
+def test_a_product_that_overflows_at_the_end():
+    """A tangent of 1e30 is finite, its product with a slope of 1e30 is not: no infinity without a status."""
+    task = lh.Task(
+        Single,
+        lambda model, batch, hypers: (1e30 * hypers["h"] * model.w).sum(),
+        endless,
+        lambda seed: [0],
+        val_loss=lambda model, batch: (1e30 * model.w).sum(),
+    )
+    for engine, what in ((lh.Forward(), "tangent"), (lh.Adjoint(), "adjoint")):
+        h = lh.hypergradient(task, lh.sgd(lr=1.0), {"h": lh.Hyper(0.0)}, steps=2, engine=engine)
+        assert h.status.what == what
+        assert h.grad["h"].isnan().all()
+
+
+# --- streams and models that do not repeat ---
+
+
+class Restless:
+    """Batches from the operating system's noise, from some step on."""
+
+    def __init__(self, first: int):
+        self.first = first
+
+    def __getitem__(self, t):
+        return pairs(t if t < self.first else int.from_bytes(os.urandom(4), "big"))
+
+
+def noise(seed):
+    while True:
+        yield pairs(int.from_bytes(os.urandom(4), "big"))
+
+
+class Nervous(nn.Module):
+    """Randomness that no seed of ours reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+        self.own = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return self.linear(x) * (1 + torch.rand((), generator=self.own, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("train", "model", "engine", "error", "words"),
+    [
+        (lambda seed: Restless(0), mlp, lh.Forward(), ValueError, r"Task.train\(0\)\[0\] gave two different batches"),
+        (lambda seed: Restless(5), mlp, lh.Adjoint("sqrt"), lh.ReplayError, r"repeating training from step 6 to 9"),
+        (
+            lambda seed: Restless(5),
+            mlp,
+            lh.Adjoint("all"),
+            lh.ReplayError,
+            r"step 8 had the loss .*random beyond its seed",
+        ),
+        (noise, mlp, lh.FiniteDifference(), lh.ReplayError, r"step 0 had the loss .*random beyond its seed"),
+        (
+            lambda seed: [pairs(t) for t in range(9)],
+            Nervous,
+            lh.Adjoint("all"),
+            lh.ReplayError,
+            "random beyond its seed",
+        ),
+        (
+            lambda seed: [pairs(t) for t in range(9)],
+            Nervous,
+            lh.Adjoint("sqrt"),
+            lh.ReplayError,
+            "random beyond its seed",
+        ),
+        (
+            lambda seed: [pairs(t) for t in range(9)],
+            Nervous,
+            lh.FiniteDifference(),
+            lh.ReplayError,
+            "random beyond its seed",
+        ),
+    ],
+)
+def test_what_does_not_repeat_is_noticed(train, model, engine, error, words):
+    task = lh.Task(model, classify, train, held_out(pairs))
+    with pytest.raises(error, match=words):
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=9, engine=engine)
+
+
+def test_an_unrepeatable_stream_is_kept_where_it_is_read_once():
+    """The adjoint keeps a generator's batches, so even noise has an exact hypergradient: that of the run it gave."""
+    task = lh.Task(mlp, classify, noise, held_out(pairs))
+    assert lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=9, engine=lh.Adjoint("sqrt")).status.ok
+
+
+# --- models that cannot be differentiated twice, or only in part ---
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.exp()
+
+
+class NewStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.exp()
+
+
+class Batched(NewStyle):
+    generate_vmap_rule = True
+
+
+class Through(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.linear, self.fn = nn.Linear(5, 3).double(), fn
+
+    def forward(self, x):
+        return self.fn(self.linear(x))
+
+
+class Hidden(nn.Module):
+    """A running mean that the loss reads, written where autograd does not look."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.register_buffer("centre", torch.zeros(3))
+        self.write = write
+        self.double()
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.training:
+            self.write(self, y)
+        return y - self.centre
+
+
+def in_place(model, y):
+    with torch.no_grad():
+        model.centre.mul_(0.5).add_(0.5 * y.mean(0))
+
+
+def anew(model, y):
+    with torch.no_grad():
+        model.centre = 0.5 * model.centre + 0.5 * y.mean(0)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+def linear(*more):
+    return nn.Sequential(nn.Linear(5, 3), *more).double()
+
+
+def spectral():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))).double()
+
+
+def weight_norm():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))).double()
+
+
+def instance_norm():
+    return linear(nn.Unflatten(1, (3, 1)), nn.InstanceNorm1d(3, track_running_stats=True))
+
+
+CANNOT = lh.NotDifferentiable
+REFUSED = {
+    # name: model, engine, error, words
+    "once": (lambda: Through(OldStyle.apply), lh.Adjoint(), CANNOT, r"Adjoint cannot .*once_differentiable"),
+    "old-style": (lambda: Through(OldStyle.apply), lh.Forward(), CANNOT, r"Forward cannot .*setup_context.*lh.Adjoint"),
+    "no-vmap": (lambda: Through(NewStyle.apply), lh.Forward(), CANNOT, r"Forward cannot .*NewStyle.*vmap"),
+    "no-jvp": (lambda: Through(Batched.apply), lh.Forward(), CANNOT, r"Forward cannot .*jvp"),
+    "hidden-in-place": (lambda: Hidden(in_place), lh.Adjoint(), CANNOT, r"buffer 'centre'.*no_grad.*lh.Forward"),
+    "hidden-anew": (lambda: Hidden(anew), lh.Greedy(2), CANNOT, r"buffer 'centre'.*no_grad.*lh.Forward"),
+    "spectral-adjoint": (spectral, lh.Adjoint(), CANNOT, r"buffer '0.parametrizations.weight.0._u'"),
+    "spectral-forward": (spectral, lh.Forward(), CANNOT, r"Forward cannot .*out="),
+    "weight-norm": (weight_norm, lh.Forward(), TypeError, r"'0.parametrizations.weight.0' is weight-normed"),
+    "sync": (lambda: linear(nn.SyncBatchNorm(3)), "auto", TypeError, r"module '1' is SyncBatchNorm"),
+    "instance": (instance_norm, "auto", TypeError, r"module '2' is InstanceNorm1d.*track_running_stats=False"),
+    "own-norm": (lambda: linear(OwnNorm(3)), "auto", TypeError, r"module '1' is OwnNorm, a BatchNorm with a forward"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "auto", TypeError, r"module '0' is LazyLinear: run one batch"),
+    "rrelu": (lambda: linear(nn.RReLU()), lh.Forward(), CANNOT, r"rrelu_with_noise.*lh.Adjoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_before_the_run(name):
+    model, engine, error, words = REFUSED[name]
+    steps: list[lh.Progress] = []
+    with pytest.raises(error, match=words):
+        lh.hypergradient(task_of(model), lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=9, engine=engine, progress=steps.append)
+    assert steps == []
+
+
+ALLOWED = {
+    # neither influences a derivative: nothing reads it; it does not depend on the parameters
+    "a record": (lambda: Recorder(), lh.Adjoint()),
+    "an annealed buffer": (lambda: Annealed(), lh.Adjoint()),
+    # forward mode sees through no_grad; the adjoint through a custom backward made of plain operations
+    "hidden-in-place": (lambda: Hidden(in_place), lh.Forward()),
+    "hidden-anew": (lambda: Hidden(anew), lh.Forward()),
+    "new-style": (lambda: Through(NewStyle.apply), lh.Adjoint()),
+    "data-dependent": (lambda: Through(lambda y: 2 * y if y.sum() > 0 else y), lh.Forward(compile=False)),
+    "recurrent": (lambda: Recurrent(), lh.Forward()),
+}
+
+
+class Recorder(Hidden):
+    def __init__(self):
+        super().__init__(in_place)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.training:
+            self.write(self, y)
+        return y
+
+
+class Annealed(Hidden):
+    def __init__(self):
+        def write(model, y):
+            with torch.no_grad():
+                model.centre.add_(torch.tensor([0.1, 0.2, 0.3]))
+
+        super().__init__(write)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRU(5, 4, batch_first=True).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.head(self.cell(x[:, None])[0][:, -1])
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_not_refused_where_it_is_exact(name):
+    model, engine = ALLOWED[name]
+    got, truth = (
+        lh.hypergradient(task_of(model), lh.sgd(), {"lr": lh.Hyper(0.2)}, steps=6, engine=e)
+        for e in (engine, lh.FiniteDifference())
+    )
+    assert torch.allclose(got.grad["lr"], truth.grad["lr"], rtol=1e-6, atol=1e-9)
+
+
+def test_a_validation_loss_cut_off_from_the_parameters():
+    task = task_of(mlp, val_loss=lambda model, batch: classify(model, batch).detach())
+    for engine in (lh.Forward(), lh.Adjoint()):
+        with pytest.raises(lh.NotDifferentiable, match="does not depend on the parameters"):
+            lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=3, engine=engine)
+
+
+def test_an_error_of_the_user_s_own_is_left_as_it_is():
+    def loss(model, batch):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the user's own trouble")
+        return classify(model, batch)
+
+    for engine in (lh.Forward(), lh.Adjoint()):
+        with pytest.raises(RuntimeError, match="the user's own trouble") as caught:
+            lh.hypergradient(task_of(mlp, loss=loss), lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=3, engine=engine)
+        assert not isinstance(caught.value, lh.NotDifferentiable)
+
+
+def test_batches_that_are_not_iterable():
+    with pytest.raises(TypeError, match="Task.train returned int: expected batches"):
+        lh.hypergradient(
+            lh.Task(mlp, classify, lambda seed: 3, problem("mlp").task.val), lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=3
+        )

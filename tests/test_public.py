@@ -1,0 +1,137 @@
+"""The public face, and the rules of the house that a machine can check."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longhorizon as lh
+
+PACKAGE = Path(lh.__file__).parent
+
+# Imports point one way: a module of the core may import only modules further down this list (and the standard library,
+# torch and numpy). What is built on the core may import all of it; the core knows nothing of that.
+LAYERS = [
+    ["engines"],
+    ["problem"],
+    ["result", "compile"],
+    ["inner"],
+    ["functional"],
+    ["batches"],
+    ["task", "rules", "hypers"],
+    ["tree", "seeds"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+ENGINE_LAYERS = [["entry"], ["choose", "greedy"], ["adjoint", "forward", "difference"], ["silent", "base"]]
+ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name in names}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of the package's own modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("longhorizon.") for name in found if name.startswith("longhorizon.")}
+
+
+CORE = [
+    path for name in RANK for path in ([PACKAGE / f"{name}.py"] if name != "engines" else (PACKAGE / name).glob("*.py"))
+]
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_one_way(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for name in imports(path):
+        other = name.split(".")[0]
+        if not (PACKAGE / f"{other}.py").exists() and not (PACKAGE / other).is_dir():
+            continue  # a name in the package itself
+        assert other in RANK, f"{own} is core, {other} is built on it"
+        if other != own:
+            assert RANK[other] > RANK[own], f"{own} imports {other}"
+
+
+def test_engines_do_not_import_in_circles():
+    for path in (PACKAGE / "engines").glob("*.py"):
+        if path.stem == "__init__":
+            continue
+        assert path.stem in ENGINE_RANK, f"engines/{path.name} has no place in the layers"
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "engines" and parts[1] in ENGINE_RANK and parts[1] != path.stem:
+                assert ENGINE_RANK[parts[1]] > ENGINE_RANK[path.stem], f"{path.stem} imports {parts[1]}"
+
+
+def test_engines_know_no_optimizer_by_name():
+    """Forward and adjoint are the JVP and VJP of the one inner step."""
+    for path in [*(PACKAGE / "engines").glob("*.py"), PACKAGE / "inner.py", PACKAGE / "problem.py"]:
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        names |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"sgd", "adam", "adamw", "SgdState", "AdamState", "velocity"}, path.name
+
+
+@pytest.mark.parametrize("name", lh.__all__)
+def test_public_names_exist_and_say_what_they_are(name):
+    thing = getattr(lh, name)
+    if inspect.isclass(thing) or inspect.isroutine(thing):
+        doc = inspect.getdoc(thing)
+        assert doc, f"{name} has no docstring"
+        assert not doc.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
+        assert thing.__module__.startswith("longhorizon.")
+
+
+def test_all_is_complete_and_without_repeats():
+    assert len(set(lh.__all__)) == len(lh.__all__)
+    public = {n for n, v in vars(lh).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert public == set(lh.__all__)
+
+
+@pytest.mark.parametrize("name", sorted({"sgd", "adam", "adamw", "clipped", "hypergradient"}))
+def test_arguments_are_documented(name):
+    """Every argument that is not a symbol of the formula is named in the docstring."""
+    thing = getattr(lh, name)
+    doc = inspect.getdoc(thing)
+    if "Args:" in doc:
+        missing = [p for p in inspect.signature(thing).parameters if f"{p}:" not in doc]
+        assert not missing
+
+
+@pytest.mark.parametrize("thing", [lh.Task, lh.Hyper, lh.Rule, lh.Forward, lh.Adjoint, lh.Greedy, lh.FiniteDifference])
+def test_fields_are_documented(thing):
+    doc = inspect.getdoc(thing)
+    missing = [p for p in inspect.signature(thing).parameters if p not in doc]
+    assert not missing
+
+
+def test_import_is_light():
+    """Core dependencies are torch and numpy; nothing of the extras is loaded by `import longhorizon`."""
+    heavy = [
+        "sklearn",
+        "rich",
+        "typer",
+        "plotly",
+        "matplotlib",
+        "optuna",
+        "tensorboard",
+        "pandas",
+        "higher",
+        "torchopt",
+    ]
+    code = f"import sys, longhorizon; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version():
+    import importlib.metadata
+
+    assert importlib.metadata.version("longhorizon") == lh.__version__
