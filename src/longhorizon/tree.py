@@ -78,7 +78,8 @@ def equal(one: Tree, other: Tree) -> bool:
 
 def _same(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return bool(a == b)
+        same: Any = a == b
+        return bool(same.all() if hasattr(same, "all") else same)  # a batch may hold numpy arrays
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

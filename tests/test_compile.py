@@ -1,0 +1,245 @@
+"""Traced steps: the same numbers, fewer operations, and the plain step where tracing cannot be trusted."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import longhorizon as lh
+from longhorizon import compile, tree
+from longhorizon.engines.entry import compute
+from longhorizon.engines.forward import tangent_step
+from longhorizon.problem import environment, make_problem
+from problems import Case, classify, draw, held_out, images, mlp, pairs, problem, stream, task_of
+
+aten = torch.ops.aten
+
+
+def traced_step(case: Case):
+    """A step with two random tangents, which meet every path: as `make_fx` sees it, its arguments, and its result."""
+    with environment():
+        p = make_problem(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=2)}, case.steps, 0)
+        tangents = [draw(i, 2, *leaf.shape) for i, leaf in enumerate(tree.split(p.start)[0])]
+        args = (p.start, p.batch(0), p.hypers_at(0), tangents, {"lr": torch.tensor([1.0, 0.0], dtype=torch.float64)})
+
+        def step(*args):
+            torch.manual_seed(0)
+            return tangent_step(p.inner, *args)
+
+        return make_fx(torch.func.functionalize(step))(*args), args, step(*args)
+
+
+def operations(graph):
+    return Counter(node.target for node in graph.graph.nodes if node.op == "call_function")
+
+
+def convnet():
+    """Two convolutions; the first one's input is data and carries no tangent."""
+    layers = [nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.Tanh()]
+    return nn.Sequential(*layers, nn.AvgPool2d(3), nn.Flatten(), nn.Linear(4, 3)).double()
+
+
+def test_what_zeros_do_is_taken_out():
+    graph, args, expected = traced_step(Case(task_of(convnet, images)))
+    before = operations(graph)
+    compile.simplify(graph)
+    after = operations(graph)
+    # Two convolutions are the step itself; for each, one has the tangent of its weight and one that of its input. The
+    # sixth of these, with the tangent of the data, is a convolution of zeros.
+    assert before[aten.convolution.default] == 6
+    assert after[aten.convolution.default] == 5
+    assert after[aten.convolution_backward.default] < before[aten.convolution_backward.default]
+    assert before[aten._efficientzerotensor.default] > 10
+    assert after[aten._efficientzerotensor.default] == 0
+    assert sum(after.values()) < sum(before.values()) / 2
+    assert compile._difference(expected, graph(*args)) is None
+
+
+def test_no_convolution_computes_a_gradient_that_nobody_reads():
+    graph, _, _ = traced_step(Case(task_of(convnet, images)))
+    compile.simplify(graph)
+    backward = [node for node in graph.graph.nodes if node.target is aten.convolution_backward.default]
+    assert backward
+    for node in backward:
+        assert {i for i, wanted in enumerate(node.args[10]) if wanted} <= {user.args[1] for user in node.users}
+
+
+@pytest.mark.parametrize("name", ["batchnorm-eval", "dropout", "transformer", "learnt-loss", "buffers"])
+def test_simplifying_changes_no_number(name):
+    case = problem(name)
+    if case.extra:
+        case = Case(
+            task_of(mlp, loss=lambda model, batch: classify(model, batch) + 0.1 * model(batch[0]).square().mean())
+        )
+    graph, args, expected = traced_step(case)
+    before = sum(operations(graph).values())
+    compile.simplify(graph)
+    assert sum(operations(graph).values()) < before
+    torch.manual_seed(0)
+    assert compile._difference(expected, graph(*args)) is None
+
+
+def test_a_difference_is_noticed():
+    """What decides between the traced step and the plain one can tell them apart."""
+    a = {"x": torch.tensor([1.0, torch.inf, torch.nan], dtype=torch.float64), "n": torch.tensor(3)}
+    assert compile._difference(a, {"x": a["x"].clone(), "n": a["n"].clone()}) is None
+    assert "by 1.0e-06" in compile._difference({"x": torch.ones(1).double()}, {"x": torch.ones(1).double() + 1e-6})
+    assert "became" in compile._difference(a, a | {"x": a["x"].float()})
+    assert "became" in compile._difference(a, a | {"x": a["x"][:2]})
+    assert "whole number" in compile._difference(a, a | {"n": torch.tensor(4)})
+    assert compile._difference(a, a | {"x": torch.tensor([1.0, 2.0, torch.nan], dtype=torch.float64)})
+    assert compile._difference(a, a | {"x": torch.tensor([1.0, torch.inf, 0.0], dtype=torch.float64)})
+
+
+# --- when tracing happens ---
+
+
+def run(task, engine, steps=8, windows=1, like=None):
+    """A result, and the problem with its cache of traced steps."""
+    with environment():
+        p = make_problem(task, lh.sgd(momentum=0.5), {"lr": lh.Hyper(0.2, windows=windows)}, steps, 0, like=like)
+        return compute(p, engine).grad["lr"], p
+
+
+def traces(p):
+    return list(p.inner.cache.values())
+
+
+def test_one_trace_per_number_of_columns():
+    plain, p = run(task_of(mlp), lh.Forward(compile=False), windows=3)
+    assert traces(p) == []
+    traced, p = run(task_of(mlp), lh.Forward(compile=True), windows=3)
+    assert len(traces(p)) == 3
+    assert all(graph is not None for graph in traces(p))
+    assert torch.allclose(traced, plain, rtol=1e-12)
+
+
+def test_auto_traces_what_is_long_enough():
+    enough = compile.WORTH_TRACING
+    task = task_of(mlp)
+    assert traces(run(task, lh.Forward(), steps=enough - 1)[1]) == []
+    assert len(traces(run(task, lh.Forward(), steps=enough)[1])) == 1
+    assert traces(run(task, lh.Forward(), steps=enough, windows=2)[1]) == []  # neither half is
+
+
+def test_a_trace_is_used_again_by_a_run_like_it():
+    task = task_of(mlp)
+    first, p = run(task, lh.Forward(compile=True))
+    again, q = run(task, lh.Forward(compile=True), like=p)
+    assert q.inner is p.inner
+    assert len(traces(q)) == 1
+    assert torch.equal(first, again)
+
+
+def test_a_trace_is_not_used_again_where_weights_are_baked_in():
+    """Frozen parameters are constants of a trace; the next run's may be others."""
+    task = problem("buffers").task
+    _, p = run(task, lh.Forward(compile=True))
+    _, q = run(task, lh.Forward(compile=True), like=p)
+    assert q.inner is not p.inner
+
+
+def test_a_batch_of_another_size_is_traced_anew():
+    def train(seed):
+        return [tuple(part[: 6 if t < 4 else 4] for part in pairs(t)) for t in range(8)]
+
+    task = lh.Task(mlp, classify, train, held_out(pairs))
+    plain, _ = run(task, lh.Forward(compile=False))
+    traced, p = run(task, lh.Forward(compile=True))
+    assert len(traces(p)) == 2
+    assert torch.allclose(traced, plain, rtol=1e-12)
+
+
+def test_a_number_in_the_batch_is_part_of_the_trace():
+    def train(seed):
+        return [(*pairs(t), 1.0 + t % 2) for t in range(8)]
+
+    def loss(model, batch):
+        return batch[2] * classify(model, batch[:2])
+
+    task = lh.Task(mlp, loss, train, lambda seed: train(seed)[:1])
+    plain, _ = run(task, lh.Forward(compile=False))
+    traced, p = run(task, lh.Forward(compile=True))
+    assert len(traces(p)) == 2
+    assert torch.allclose(traced, plain, rtol=1e-12)
+
+
+def test_a_batch_that_cannot_be_a_key_is_not_traced():
+    def train(seed):
+        return [(*pairs(t), np.ones(3)) for t in range(8)]
+
+    task = lh.Task(mlp, lambda model, batch: classify(model, batch[:2]), train, train)
+    traced, p = run(task, lh.Forward(compile=True))
+    assert traces(p) == []
+    assert torch.equal(traced, run(task, lh.Forward(compile=False))[0])
+
+
+# --- what tracing cannot follow ---
+
+
+class Forked(nn.Module):
+    """Python decides by the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3).double()
+
+    def forward(self, x):
+        y = self.linear(x)
+        return 2 * y if y.sum() > 0 else torch.tanh(y)
+
+
+class Counting(nn.Module):
+    """Python counts, so that no call is like the one that was traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(5, 3).double(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1 + self.calls % 2)
+
+
+class Own(nn.Module):
+    """A generator of its own, which a trace would freeze."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(5, 3).double(), np.random.default_rng(0)
+
+    def forward(self, x):
+        return self.linear(x) * self.generator.random()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Forked, r"could not be traced and runs as it is \(RuntimeError: .*data-dependent control flow"),
+        (Counting, r"differs from the plain one \(by .*\); the plain one is used"),
+        (Own, r"differs from the plain one"),
+    ],
+)
+def test_what_cannot_be_traced_runs_as_it_is(model, words):
+    with pytest.warns(compile.TraceMismatch, match=words):
+        traced, p = run(task_of(model), lh.Forward(compile=True))
+    assert traces(p) == [None]
+    if model is Forked:  # the others do not even repeat themselves
+        assert torch.equal(traced, run(task_of(model), lh.Forward(compile=False))[0])
+
+
+def test_both_ways_of_a_fork_were_taken():
+    """Else the test above would prove little."""
+    model = Forked()
+    with environment():
+        p = make_problem(task_of(Forked), lh.sgd(lr=0.2, momentum=0.5), {"lr": lh.Hyper(0.2)}, 8, 0)
+    signs = {
+        bool(F.linear(x, p.start.params["linear.weight"], p.start.params["linear.bias"]).sum() > 0)
+        for x, _ in stream(pairs)(0)
+    }
+    assert signs == {True, False}
+    assert {name for name, _ in model.named_parameters()} == p.start.params.keys()
