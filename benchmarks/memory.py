@@ -1,7 +1,7 @@
 """Peak memory of a hypergradient against the length of the run: our engines, plain backpropagation, and two peers.
 
     python benchmarks/memory.py                  all cells, about 25 minutes; what the result file has is skipped
-    python benchmarks/memory.py --fresh          all of them again
+    python benchmarks/memory.py --fresh          all of them again; with --methods, those
     python benchmarks/memory.py --quick          T = 100 and 1000 only, nothing written
 
 The job is the same for all: a perceptron with 2,762 parameters, batches of 16, SGD with momentum 0.9, and the
@@ -255,9 +255,9 @@ def main() -> None:
         return
     path = RESULTS / "memory.json"
     result: dict[str, Any] = {"cells": {}}
-    if path.exists() and not args.fresh and not args.quick:
+    if path.exists() and not args.quick:
         result = json.loads(path.read_text())
-    cells = result["cells"]
+    cells = {k: c for k, c in result["cells"].items() if not (args.fresh and k.split(", ")[0] in args.methods)}
     for name in args.methods:
         for steps in STEPS[:2] if args.quick else STEPS:
             key = f"{name}, T={steps}"

@@ -12,7 +12,6 @@ At the end dL/dλ = ∂L/∂θ · Z. Nothing of the past is kept, so memory does
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -80,9 +79,7 @@ class ForwardRun:
             for w in range(problem.hypers[key].windows)
         )
         self.starts = [column[0] for column in self.columns]
-        edges = sorted({*self.starts, problem.steps})
-        # Per step, how long the number of columns stays what it is: the steps that share one traced shape.
-        self._stretch = [b - a for a, b in pairwise(edges) for _ in range(b - a)]
+        self._edges = sorted({*self.starts, problem.steps})  # where the number of columns changes
         self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
@@ -114,6 +111,11 @@ class ForwardRun:
     def active(self, step: int) -> int:
         """How many columns have begun by a step."""
         return bisect_right(self.starts, step)
+
+    def stretch(self, step: int) -> int:
+        """How many steps in a row have as many columns as this one: those that share one traced shape."""
+        after = bisect_right(self._edges, step)
+        return self._edges[after] - self._edges[after - 1]
 
     def advance(self) -> None:
         problem, t = self.problem, self.t
@@ -181,7 +183,7 @@ class ForwardRun:
         ) -> tuple[State, Tangents, Tensor]:
             return tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
 
-        if engine.compile is True or (engine.compile == "auto" and self._stretch[t] >= compile.WORTH_TRACING):
+        if engine.compile is True or (engine.compile == "auto" and self.stretch(t) >= compile.WORTH_TRACING):
             return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
         return step
 
