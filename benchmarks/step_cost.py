@@ -12,6 +12,7 @@ that a busy moment of the machine hits all of them. Rows:
                             recursion for Z and C: how the published FDS code does it
     forward, plain          Forward(compile=False): vmap(jvp(grad))
     forward, traced         Forward(compile=True): the same as a flat, simplified list of operations
+    …, chunk=10             the same, ten columns at a time
     adjoint                 Adjoint(store="all"): a training step and a step back
 
 `error` is against the same step in float64: for forward methods of dv'/dλ, which holds H·Z (v and dv/dλ are zero
@@ -34,6 +35,7 @@ from environment import RESULTS, environment
 from torch import Tensor, nn
 
 import longhorizon as lh
+from longhorizon import models, tree
 from longhorizon import problem as problems
 from longhorizon.engines.adjoint import step_back
 from longhorizon.engines.forward import ForwardRun
@@ -43,19 +45,13 @@ from longhorizon.problem import Problem
 COUNTS = (1, 3, 9, 30)
 VALUES = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 MODELS = {"lenet": (1, 28), "wrn16": (3, 32)}  # channels and side of an image
+CHUNK = 10  # columns at once, where there are more than that
 STRETCH = 400  # steps in a window, so that every repeat lies in the last one
 
 
 def make_model(name: str) -> nn.Module:
-    if name == "wrn16":
-        from longhorizon import models
-
-        return models.wrn16()
-    return nn.Sequential(
-        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-    )
+    channels, side = MODELS[name]
+    return models.make({"wrn16": "wrn-16-1"}.get(name, name), channels=channels, size=side)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -101,26 +97,13 @@ def make_setting(model: str, n: int, size: int, device: str, dtype: torch.dtype)
     keys = ["lr"] if n == 1 else list(VALUES)
     windows = n // len(keys)
     hypers = {key: lh.Hyper(VALUES[key], windows=windows) for key in keys}
-    # One precision's random start rounded to the other would be another start: both begin from float32 numbers.
-    torch.manual_seed(0)
     problem = problems.make_problem(task, lh.sgd(**VALUES), hypers, windows * STRETCH, seed=0)
-    params = {
-        k: p.detach().to(device, dtype) for k, p in make_model(model).state_dict().items() if k in _names(problem)
-    }
-    state = problem.start._replace(params={k: params[k] for k in problem.start.params})
+    torch.manual_seed(0)  # drawn in float32 for both precisions: the same numbers
+    params = {name: p.detach().to(device, dtype) for name, p in make_model(model).named_parameters()}
+    state = problem.start._replace(params=params)
     tangents = [torch.randn(n, *p.shape, generator=generator).to(device, dtype) for p in params.values()]
-    tangents += [x.new_zeros(n, *x.shape) for x in _real(state)[len(params) :]]
+    tangents += [x.new_zeros(n, *x.shape) for x in tree.split(state)[0][len(params) :]]
     return Setting(problem, state, tangents, (windows - 1) * STRETCH, batch, keys)
-
-
-def _names(problem: Problem) -> set[str]:
-    return set(problem.start.params)
-
-
-def _real(state: State) -> list[Tensor]:
-    from longhorizon import tree
-
-    return tree.split(state)[0]
 
 
 # Methods. Each takes a setting and returns (repeat the step, what its error is judged by).
@@ -186,8 +169,8 @@ def double_backward_loop(s: Setting, model: str) -> Method:
     return repeat, judged
 
 
-def forward(s: Setting, compile: bool) -> Method:
-    run: ForwardRun = lh.Forward(compile=compile).begin(s.problem)
+def forward(s: Setting, compile: bool, chunk: int | None = None) -> Method:
+    run: ForwardRun = lh.Forward(compile=compile, chunk=chunk).begin(s.problem)
 
     def rewind() -> None:
         run.t, run.state, run.tangents = s.step, s.state, s.tangents
@@ -198,17 +181,15 @@ def forward(s: Setting, compile: bool) -> Method:
 
     def judged() -> Tensor:
         repeat()
-        return _flat(run.tangents[len(s.state.params) + len(s.state.buffers) :][: len(s.state.params)])
+        return _flat(run.tangents[-len(s.state.params) :])
 
     return repeat, judged
 
 
 def adjoint(s: Setting) -> Method:
     generator = torch.Generator().manual_seed(1)
-    like = [torch.randn(x.shape, generator=generator).to(x) for x in _real(s.state)]
-    from longhorizon import tree
-
-    cotangent: State = tree.split(s.state)[1](like)
+    real, rebuild = tree.split(s.state)
+    cotangent: State = rebuild([torch.randn(x.shape, generator=generator).to(x) for x in real])
 
     def repeat() -> State:
         _, value = s.problem.train_step(s.state, s.step)
@@ -227,12 +208,15 @@ def _flat(tensors: Any) -> Tensor:
 
 def methods(s: Setting, model: str) -> dict[str, Method]:
     """All that depends on the number of values."""
-    return {
+    found = {
         "double-backward loop": double_backward_loop(s, model),
         "forward, plain": forward(s, compile=False),
         "forward, traced": forward(s, compile=True),
         "adjoint": adjoint(s),
     }
+    if len(s.tangents[0]) > CHUNK:
+        found[f"forward, traced, chunk={CHUNK}"] = forward(s, compile=True, chunk=CHUNK)
+    return found
 
 
 def timed(repeat: Callable[[], Any], device: str) -> float:
@@ -271,7 +255,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             add("plain gradient", None, plain_gradient(single, args.model), plain_gradient(double, args.model))
             add("plain step", None, plain_step(single), plain_step(double))
         exact = methods(double, args.model)
-        exact["forward, traced"] = exact["double-backward loop"] = exact["forward, plain"]
+        exact = {name: exact["adjoint" if name == "adjoint" else "forward, plain"] for name in exact}
         for name, method in methods(single, args.model).items():
             add(name, n, method, exact[name])
 
