@@ -207,7 +207,7 @@ def init(path: Path) -> None:
 
 
 def _file_or_key(recipe: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
-    """Tell a recipe from a key: click takes the first free word for the recipe, even one that begins a `--key value` pair."""
+    """Tell a recipe from a key: click takes the first free word for the recipe, even that of a `--key value` pair."""
     if recipe is not None and str(recipe).startswith("--"):
         return None, [str(recipe), *words]
     return recipe, words
@@ -257,7 +257,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     began = time.monotonic()
     task, per_epoch = recipes.task_of(chosen, _download_note(display))
     horizons = recipes.horizons_of(chosen, per_epoch)
-    recorders = _recorders(path, tensorboard, optuna_storage)
+    recorders = _recorders(path, tensorboard, optuna_storage, _ranges(chosen, hypers))
     shown = False
 
     def inner(tuning: Tuning) -> None:
@@ -327,7 +327,7 @@ def _result(
     display.note(f"testing: {chosen.test_seeds} trainings from scratch of {steps} steps each, per schedule")
     tested = {"learnt": lh.retrain(task, rule, hypers, tuned.schedule, steps=steps, seeds=chosen.test_seeds).summary()}
     if chosen.compare and rule.name == "sgd":
-        for name, (lr, momentum) in _off_the_shelf(steps).items():
+        for name, (lr, momentum) in off_the_shelf(steps).items():
             plain = {"lr": lh.Hyper(lr, windows=len(lr)), "momentum": lh.Hyper(momentum)}
             values = {key: hyper.values() for key, hyper in plain.items()}
             tested[name] = lh.retrain(task, rule, plain, values, steps=steps, seeds=chosen.test_seeds).summary()
@@ -337,7 +337,8 @@ def _result(
     }
 
 
-def _off_the_shelf(steps: int) -> dict[str, tuple[list[float], float]]:
+def off_the_shelf(steps: int) -> dict[str, tuple[list[float], float]]:
+    """Learning rates (constant or per step) and momentum that people would guess."""
     cosine = [0.05 * (1 + math.cos(math.pi * t / steps)) for t in range(steps)]
     return {
         "constant lr 0.1": ([0.1], 0.0),
@@ -360,7 +361,11 @@ def _conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool
     print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')
 
 
-def _recorders(path: Path, tensorboard: bool, optuna_storage: str) -> list[Any]:
+def _ranges(chosen: Recipe, hypers: dict[str, lh.Hyper]) -> dict[str, tuple[float, float]]:
+    return lh.search_range(hypers, chosen.outer_steps) if chosen.outer == "sign" else {}
+
+
+def _recorders(path: Path, tensorboard: bool, optuna_storage: str, ranges: dict[str, tuple[float, float]]) -> list[Any]:
     found: list[Any] = []
     if tensorboard or optuna_storage:
         from longhorizon import recorders
@@ -368,7 +373,11 @@ def _recorders(path: Path, tensorboard: bool, optuna_storage: str) -> list[Any]:
         if tensorboard:
             found.append(recorders.TensorBoardRecorder(path / "tensorboard"))
         if optuna_storage:
-            found.append(recorders.OptunaRecorder(optuna_storage, path.name))
+            found.append(recorders.OptunaRecorder(optuna_storage, path.name, ranges))
+    known = lh.RunDirectory(path).journal() if (path / "run.json").exists() else []
+    for recorder in found:  # what a kill kept from them; a step they know already is not taken twice
+        for record in known:
+            recorder.step(record)
     return found
 
 

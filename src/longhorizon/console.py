@@ -189,7 +189,8 @@ def _opening(tuning: Tuning) -> str:
     steps = sorted(set(tuning.horizons))
     size = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     begin = f"from outer step {tuning.index + 1} on, " if tuning.index else ""
-    return f"{begin}{tuning.outer_steps} outer steps through {size} training steps each; searching {ranges}"
+    searching = f"; searching {ranges}" if ranges else ""
+    return f"{begin}{tuning.outer_steps} outer steps through {size} training steps each{searching}"
 
 
 def _duration(seconds: float) -> str:

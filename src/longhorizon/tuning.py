@@ -127,8 +127,8 @@ class Tuning:
         return self.horizons[min(index, len(self.horizons) - 1)]
 
     def range(self) -> dict[str, tuple[float, float]]:
-        """What values the search can reach."""
-        return search_range(self.hypers, self.outer_steps)
+        """What values the search can reach, where the outer optimizer bounds it."""
+        return search_range(self.hypers, self.outer_steps) if isinstance(self.outer, SignDescent) else {}
 
     def advance(self) -> OuterStep | None:
         """One inner step of work; the record of an outer step when it completes one."""
