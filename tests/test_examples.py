@@ -1,5 +1,6 @@
 """The examples run as they are and improve the loss they are about."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.mark.parametrize("name", ["minimal.py", "own_model.py"])
 def test_example_lowers_the_validation_loss(name):
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=600)
+    one_thread = dict(os.environ, OMP_NUM_THREADS="1")  # the tests run side by side
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=600, env=one_thread
+    )
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"val loss ([\d.]+)", done.stdout)]
     assert len(losses) >= 5
