@@ -10,18 +10,19 @@ Result:  in the file; README.md shows it.
 import argparse
 import json
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
+
+import torch
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon.cli import off_the_shelf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from environment import environment  # noqa: E402
+from environment import environment
 
 RESULTS = Path(__file__).parent / "results" / "digits.json"
 
@@ -36,6 +37,7 @@ def main() -> None:
     if args.smoke:
         recipe, tuning_seeds, test_seeds = replace(recipe, steps=20, outer_steps=2), 2, 2
     task, _ = recipes.task_of(recipe)
+    torch.set_num_threads(recipes.threads_of(recipe, task))
     hypers, rule, steps = recipes.hypers_of(recipe), recipes.rule_of(recipe), recipe.steps
     runs = []
     for seed in range(tuning_seeds):

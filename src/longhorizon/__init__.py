@@ -19,7 +19,7 @@ from longhorizon.run import Interrupted, Tuned, tune
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
-from longhorizon.tuning import OuterStep, steps
+from longhorizon.tuning import OuterStep, Tuning, steps
 
 __version__ = "0.1.0"
 
@@ -47,6 +47,7 @@ __all__ = [
     "Tuned",
     "steps",
     "OuterStep",
+    "Tuning",
     "SignDescent",
     "GradientDescent",
     "TorchOuter",

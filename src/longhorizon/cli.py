@@ -7,11 +7,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 import longhorizon as lh
 from longhorizon import export as exporting
@@ -257,6 +258,9 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     began = time.monotonic()
     task, per_epoch = recipes.task_of(chosen, _download_note(display))
     horizons = recipes.horizons_of(chosen, per_epoch)
+    # Settled now and written down: another number of threads may round differently.
+    chosen = replace(chosen, threads=recipes.threads_of(chosen, task))
+    torch.set_num_threads(chosen.threads)
     recorders = _recorders(path, tensorboard, optuna_storage, _ranges(chosen, hypers))
     shown = False
 

@@ -26,6 +26,7 @@ from longhorizon.task import Task
 RULES: dict[str, Callable[..., Rule]] = {"sgd": rules.sgd, "adam": rules.adam, "adamw": rules.adamw}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ENGINES = ("auto", "forward", "adjoint", "greedy")
+SMALL = 2_000_000  # parameters times examples in a batch
 OUTERS = ("sign", "gradient", "adam")
 
 
@@ -60,6 +61,7 @@ class Recipe:
     val_fraction: float = _setting(0.2, "share of the training set held out for validation, anew in every outer step")
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: str = _setting("float32", "float32 or float64")
+    threads: int = _setting(0, "processor threads; 0: one for a small model, else as many as there are cores")
     rule: dict[str, Any] = _setting(
         None, "optimizer: name (sgd, adam, adamw) and its arguments", lambda: {"name": "sgd"}
     )
@@ -191,6 +193,18 @@ def task_of(recipe: Recipe, progress: Any = None) -> tuple[Task, int]:
     return images.task(model), images.steps_per_epoch
 
 
+def threads_of(recipe: Recipe, task: Task) -> int:
+    """Processor threads for a run: as the recipe says, or by the size of the model.
+
+    Operations of a small model are over before a second thread has begun; on a busy machine waiting for it costs
+    more than ten times the work.
+    """
+    if recipe.threads:
+        return recipe.threads
+    size = sum(p.numel() for p in task.model().parameters())
+    return 1 if size * recipe.batch_size < SMALL else torch.get_num_threads()
+
+
 def horizons_of(recipe: Recipe, steps_per_epoch: int) -> list[int]:
     """Inner steps per outer step."""
     epochs = recipe.epochs if isinstance(recipe.epochs, list) else [recipe.epochs]
@@ -210,7 +224,7 @@ def template() -> str:
         if isinstance(value, dict):
             tables.append((f.name, value, f.metadata["doc"]))
             continue
-        unset = value in ("", 0, 0.0) and f.name in ("task", "data_root", "epochs", "test_steps")
+        unset = value in ("", 0, 0.0) and f.name in ("task", "data_root", "epochs", "test_steps", "threads")
         lines.append(f"{'# ' if unset else ''}{f.name} = {_toml(value)}  # {f.metadata['doc']}")
     for name, value, doc in tables:
         lines += ["", f"# {doc}"]
@@ -241,7 +255,14 @@ def _check(recipe: Recipe, origin: str) -> None:
     for key, (value, allowed) in choices.items():
         if value not in allowed:
             raise RecipeError(f"{origin}: {key} = {value!r}.{nearest(value, list(allowed))}")
-    for key, low in (("outer_steps", 1), ("seeds", 1), ("batch_size", 1), ("test_seeds", 0), ("test_steps", 0)):
+    for key, low in (
+        ("outer_steps", 1),
+        ("seeds", 1),
+        ("batch_size", 1),
+        ("test_seeds", 0),
+        ("test_steps", 0),
+        ("threads", 0),
+    ):
         if getattr(recipe, key) < low:
             raise RecipeError(f"{origin}: {key} = {getattr(recipe, key)}: expected at least {low}.")
     if recipe.clip < 0 or math.isnan(recipe.clip):

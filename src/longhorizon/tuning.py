@@ -105,6 +105,7 @@ class Tuning:
             self.finished, self.seconds = saved["finished"], saved["seconds"]
             if saved["engine"] is not None:
                 self.engine, self.why = ENGINES[saved["engine"]["kind"]](**saved["engine"]["with"]), saved["why"]
+        self.converged = self.outer.converged(self.outer_state)
         self._inner_saved = saved["run"] if saved else None
         self._problem: Problem | None = None
         self._run: Run | None = None
@@ -112,10 +113,6 @@ class Tuning:
     @property
     def done(self) -> bool:
         return self.index >= self.outer_steps or self.converged
-
-    @property
-    def converged(self) -> bool:
-        return self.outer.converged(self.outer_state)
 
     @property
     def run(self) -> Run | None:
@@ -213,6 +210,7 @@ class Tuning:
             seconds=self.seconds,
         )
         self.index, self.finished, self.seconds = self.index + 1, [], 0.0
+        self.converged = self.outer.converged(self.outer_state)
         if self.good is None and self.index >= PATIENCE:
             raise RuntimeError(
                 f"{PATIENCE} training runs in a row diverged at the starting values ({bad[0]}) Start lower."
