@@ -237,3 +237,13 @@ def make_adam(parameters):
 def test_task_is_not_needed_to_read_a_run(tmp_path):
     tune(dir=tmp_path / "r", outer_steps=2, task=make_task())
     assert [record.index for record in RunDirectory(tmp_path / "r").journal()] == [0, 1]
+
+
+def test_an_outer_optimizer_made_by_a_function_is_the_same_in_another_process(tmp_path):
+    """Its address in memory does not count."""
+    runs = [
+        tune(dir=tmp_path / "r", outer=lambda p: torch.optim.Adam(p, lr=0.01), outer_steps=outer_steps)
+        for outer_steps in (1, 2)
+    ]
+    assert len(runs[1].history) == 2
+    assert " at 0x" not in (tmp_path / "r" / "run.json").read_text()

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def outer_of(recipe: Recipe) -> Any:
     if recipe.outer == "gradient":
         return GradientDescent(recipe.outer_rate)
     if recipe.outer == "adam":
-        return TorchOuter(lambda parameters: torch.optim.Adam(parameters, lr=recipe.outer_rate))
+        return TorchOuter(partial(torch.optim.Adam, lr=recipe.outer_rate))
     return SignDescent()
 
 

@@ -1,6 +1,7 @@
 """`tune`: the outer loop with a directory, a clock and signals around it."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -124,7 +125,7 @@ def settings_of(tuning: Tuning) -> dict[str, Any]:
         "rule": {"name": tuning.rule.name, "defaults": tuning.rule.defaults, "options": tuning.rule.options},
         "hypers": {key: _hyper_settings(hyper) for key, hyper in tuning.hypers.items()},
         "steps": tuning.horizons,
-        "outer": str(outer.make) if isinstance(outer, TorchOuter) else str(outer),
+        "outer": re.sub(r" at 0x\w+", "", str(outer.make)) if isinstance(outer, TorchOuter) else str(outer),
         "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},
         "seed": tuning.seed,
         "seeds": tuning.seeds,
