@@ -22,11 +22,11 @@ LAYERS = [
     ["functional"],
     ["batches"],
     ["task", "rules", "hypers"],
-    ["tree", "seeds"],
+    ["tree", "seeds", "cuda"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-ENGINE_LAYERS = [["entry"], ["choose", "greedy"], ["adjoint", "forward", "difference"], ["silent", "base"]]
+ENGINE_LAYERS = [["entry"], ["choose", "greedy"], ["adjoint", "forward", "difference"], ["silent", "base", "vjp"]]
 ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name in names}
 
 
@@ -43,9 +43,7 @@ def imports(path: Path) -> set[str]:
     return {name.removeprefix("longhorizon.") for name in found if name.startswith("longhorizon.")}
 
 
-CORE = [
-    path for name in RANK for path in ([PACKAGE / f"{name}.py"] if name != "engines" else (PACKAGE / name).glob("*.py"))
-]
+CORE = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0].removesuffix(".py") in RANK)
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())

@@ -30,7 +30,7 @@ from problems import (
 
 ENGINES = {
     "forward": lh.Forward(compile=False),
-    "traced": lh.Forward(compile=True),
+    "traced": lh.Forward(chunk=1, compile=True),  # one shape to trace
     "chunked": lh.Forward(chunk=2, compile=False),
     "adjoint-all": lh.Adjoint("all", per_step=True),
     "adjoint-sqrt": lh.Adjoint("sqrt", per_step=True),
