@@ -149,6 +149,36 @@ def test_labels_find_their_parameter_groups():
     assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.01]
 
 
+def test_a_parameter_group_may_answer_to_several_labels():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "name": ("head", "matrices")}]
+    groups += [{"params": [nn.Parameter(torch.zeros(1))], "name": "matrices"}]
+    values = {"lr": (0.1,), "lr/head": (0.01,), "weight_decay": (0.0,), "weight_decay/matrices": (0.5,)}
+    schedule = lh.Schedule(values)
+    attached, exported = torch.optim.SGD(groups, lr=1.0), torch.optim.SGD(groups, lr=1.0)
+    schedule.attach(attached, steps=2)
+    space: dict = {}
+    exec(to_python(schedule), space)
+    space["set_hyperparameters"](exported, 0, 2)
+    for optimizer in (attached, exported):
+        assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.01, 0.5), (0.1, 0.5)]
+    with pytest.raises(ValueError, match="'lr/head' and 'lr/matrices', and a parameter group has both names"):
+        lh.Schedule({"lr/head": (0.1,), "lr/matrices": (0.1,)}).attach(attached, steps=2)
+
+
+def test_what_no_torch_optimizer_takes_can_be_left_out():
+    hypers = {"lr": lh.Hyper(0.1), "grad_clip": lh.Hyper(1.0)}
+    values = {key: hyper.values() for key, hyper in hypers.items()}
+    schedule = lh.Schedule.of(hypers, values, lh.clipped(lh.sgd(), 1.0))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ValueError, match=r"attach schedule.without\('grad_clip'\)"):
+        schedule.attach(optimizer, steps=5)
+    schedule.without("grad_clip").attach(optimizer, steps=5)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert schedule.without("grad_clip").learnt == ("lr",)
+    with pytest.raises(KeyError, match="Did you mean 'grad_clip'"):
+        schedule.without("gradclip")
+
+
 def test_attach_refuses_what_would_be_silently_wrong():
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match="sets 'momentum', which Adam does not have; it was learnt for sgd"):

@@ -29,7 +29,9 @@ def set_hyperparameters(optimizer, step, total_steps):
     for name, value in hyperparameters(step, total_steps).items():
         argument, _, label = name.partition("/")
         for group in optimizer.param_groups:
-            if label and group.get("name") != label or not label and f"{{argument}}/{{group.get('name')}}" in SCHEDULE:
+            own = group.get("name") or ()
+            own = (own,) if isinstance(own, str) else own
+            if label and label not in own or not label and any(f"{{argument}}/{{n}}" in SCHEDULE for n in own):
                 continue
             if argument in ("beta1", "beta2"):
                 first, second = group["betas"]

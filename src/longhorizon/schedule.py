@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class Schedule:
         """A torch scheduler that sets lr, momentum, weight decay, betas … of `optimizer` at every `.step()`.
 
         Call its `.step()` after every optimizer step, not after every epoch. A key with a label ("lr/head") goes to the
-        parameter group whose "name" is the label, a plain key to every group without one of its own.
+        parameter groups whose "name" is the label (or, for a tuple of several names, among them), a plain key to every
+        group without one of its own.
 
         Args:
             optimizer: a `torch.optim` optimizer of the kind the schedule was learnt for.
@@ -72,6 +73,17 @@ class Schedule:
             last_epoch: as in torch's schedulers, the number of steps already taken minus one.
         """
         return ScheduleScheduler(optimizer, self, steps, last_epoch)
+
+    def without(self, *keys: str) -> "Schedule":
+        """The same without some keys, for values that no torch optimizer takes (`grad_clip`).
+
+        >>> Schedule({"lr": (0.1,), "grad_clip": (1.0,)}).without("grad_clip").keys()
+        ['lr']
+        """
+        for key in keys:
+            self[key]  # a misspelt one is an error
+        rest = {key: values for key, values in self.values.items() if key not in keys}
+        return replace(self, values=rest, learnt=tuple(k for k in self.learnt if k in rest))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, aside and then renamed, so that no reader sees half a file."""
@@ -201,27 +213,36 @@ class ScheduleScheduler(LRScheduler):
 
 def _plan(optimizer: torch.optim.Optimizer, schedule: Schedule) -> list[dict[str, str]]:
     """Per parameter group, which key of the schedule sets which argument."""
-    names = [group.get("name") for group in optimizer.param_groups]
+    names = [_names(group) for group in optimizer.param_groups]
     keys = [key for key in schedule.values if key not in schedule.in_loss]
     labels = {key: key.split("/", 1)[1] for key in keys if "/" in key}
     for key, label in labels.items():
-        if label not in names:
+        if not any(label in own for own in names):
             raise ValueError(
                 f"the schedule has {key!r}, but no parameter group of the optimizer has the name {label!r}: "
                 f'give it one, {{"params": …, "name": {label!r}}}.'
             )
     plan = []
-    for group, name in zip(optimizer.param_groups, names, strict=True):
+    for group, own in zip(optimizer.param_groups, names, strict=True):
         chosen: dict[str, str] = {}
         for key in sorted(keys, key=lambda k: "/" in k):  # labelled ones last: they win
-            if key in labels and labels[key] != name:
+            if key in labels and labels[key] not in own:
                 continue
             arg = argument(key)
             if arg not in group and not (arg in ("beta1", "beta2") and "betas" in group):
                 raise ValueError(
-                    f"the schedule sets {arg!r}, which {type(optimizer).__name__} does not have; "
-                    f"it was learnt for {schedule.rule.get('name', 'another optimizer')}."
+                    f"the schedule sets {arg!r}, which {type(optimizer).__name__} does not have; it was learnt for "
+                    f"{schedule.rule.get('name', 'another optimizer')}. To set it yourself, attach "
+                    f"schedule.without({key!r})."
                 )
+            if chosen.get(arg) in labels:
+                raise ValueError(f"the schedule has {chosen[arg]!r} and {key!r}, and a parameter group has both names.")
             chosen[arg] = key
         plan.append(chosen)
     return plan
+
+
+def _names(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels that a parameter group answers to."""
+    name = group.get("name", ())
+    return (name,) if isinstance(name, str) else tuple(name or ())
