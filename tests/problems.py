@@ -4,6 +4,7 @@ A row of either buys every test that runs over it. Everything is float64, smooth
 kink) and tiny.
 """
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import longhorizon as lh
+from longhorizon import tree
 
 Hypers = dict[str, lh.Hyper]
 
@@ -358,3 +360,20 @@ def relative(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         assert scale > 0, f"{key} has no derivative here: the test would prove nothing"
         worst = max(worst, float(error / scale))
     return worst
+
+
+def assert_identical(one: lh.Hypergradient, other: lh.Hypergradient) -> None:
+    """Bit for bit, NaN included."""
+    assert one.status == other.status
+    assert one.engine == other.engine
+    assert one.val_loss == other.val_loss or (one.val_loss != one.val_loss and other.val_loss != other.val_loss)
+    for name in ("grad", "mean", "params", "buffers", "train_loss", "per_step"):
+        assert tree.equal(getattr(one, name), getattr(other, name)), name
+
+
+def through_a_file(saved: Any) -> Any:
+    """What a checkpoint does to a saved run."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 import longhorizon as lh
-from problems import classify, held_out, mlp, pairs, problem, task_of
+from longhorizon.problem import environment, make_problem
+from problems import assert_identical, classify, held_out, mlp, pairs, problem, task_of, through_a_file
 
 ENGINES = {
     "forward": lh.Forward(compile=False),
@@ -43,16 +44,20 @@ def endless(seed):
 # --- the loss ---
 
 
+class Start(One):
+    def __init__(self):
+        super().__init__()
+        self.w.data.fill_(1.0)
+
+
+def diverging():
+    """w ← w − 10 · 4 w³ from 1: −39, 2e6, −5e20 …; soon the loss w⁴ overflows."""
+    return lh.Task(Start, lambda model, batch: model.w.pow(4).sum(), endless, lambda seed: [0])
+
+
 @EVERY_ENGINE
 def test_a_diverging_loss_names_its_step(engine):
-    """w ← w − 10 · 4 w³: 1, −39, 2e6, −5e20 …; the loss w⁴ overflows at step 5."""
-
-    class Start(One):
-        def __init__(self):
-            super().__init__()
-            self.w.data.fill_(1.0)
-
-    task = lh.Task(Start, lambda model, batch: model.w.pow(4).sum(), endless, lambda seed: [0])
+    task = diverging()
     w, first = 1.0, 0
     while w**4 < float("inf") if abs(w) < 1e77 else False:
         w, first = w - 10 * 4 * w**3, first + 1
@@ -158,6 +163,27 @@ def test_an_overflowing_derivative_names_its_step_and_keeps_what_is_exact(engine
     truth = torch.tensor(PUSH, dtype=torch.float64)
     assert torch.allclose(h.grad["h"][finite], truth[finite], rtol=1e-4)
     assert h.grad["h"][~finite].isnan().all()
+
+
+@EVERY_ENGINE
+@pytest.mark.parametrize("make", [diverging, unstable])
+def test_a_failed_run_saved_anywhere_fails_the_same(make, engine):
+    key, rule = ("lr", lh.sgd()) if make is diverging else ("h", lh.sgd(lr=LR))
+    hypers = {key: lh.Hyper(10.0 if make is diverging else 0.0, windows=2)}
+    with environment():
+        p = make_problem(make(), rule, hypers, STEPS, 0)
+        whole = engine.begin(p)
+        saves = [through_a_file(whole.save())]
+        while not whole.done:
+            whole.advance()
+            saves.append(through_a_file(whole.save()))
+        expected = whole.result()
+        assert make is unstable or not expected.status
+        for saved in [*saves[:: max(1, len(saves) // 8)], saves[-1]]:
+            run = engine.begin(p, saved)
+            while not run.done:
+                run.advance()
+            assert_identical(run.result(), expected)
 
 
 @pytest.mark.parametrize("engine", [lh.Forward(clip=1.0), lh.Adjoint(clip=1.0), lh.Greedy(5)], ids=str)

@@ -23,7 +23,7 @@ def cycle(*values: float):
 SCHEDULES = {
     "lr": cycle(0.1, 0.03, 0.0, -0.02, 0.05),
     "momentum": cycle(0.5, 0.9, 0.0, -0.4, 0.3, 0.1, 0.0),
-    "dampening": cycle(0.0, 0.3, -0.2, 0.5),
+    "dampening": cycle(0.3, 0.0, -0.2, 0.5),
     "weight_decay": cycle(0.1, 0.0, -0.05),
     "beta1": cycle(0.6, 0.0, -0.3, 0.55, 0.1),
     "beta2": cycle(0.6, 0.0, 0.5, 0.3),

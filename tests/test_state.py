@@ -1,6 +1,5 @@
 """What a run carries along: buffers, randomness, batches, and itself when it is saved and begun again."""
 
-import io
 import random
 
 import numpy as np
@@ -15,6 +14,7 @@ from problems import (
     RULES,
     Block,
     Ema,
+    assert_identical,
     classify,
     compute,
     convnet,
@@ -26,6 +26,7 @@ from problems import (
     problem,
     stream,
     task_of,
+    through_a_file,
 )
 
 ENGINES = {
@@ -38,13 +39,6 @@ ENGINES = {
     "difference": lh.FiniteDifference(),
 }
 EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-
-
-def assert_identical(one: lh.Hypergradient, other: lh.Hypergradient) -> None:
-    assert one.status == other.status
-    assert one.engine == other.engine
-    for field in ("grad", "mean", "val_loss", "params", "buffers", "train_loss", "per_step"):
-        assert tree.equal(getattr(one, field), getattr(other, field)), field
 
 
 # --- BatchNorm and other buffers ---
@@ -308,13 +302,6 @@ def test_a_stream_too_large_to_be_kept_is_refused(monkeypatch):
 
 
 # --- a saved run goes on as if nothing had happened ---
-
-
-def through_a_file(saved):
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @EVERY_ENGINE
