@@ -1,0 +1,105 @@
+"""The tables in these pages that come from elsewhere: recipe keys from the code, measurements from benchmarks/results.
+
+    python docs/tables.py           write them
+    python docs/tables.py --check   say which are out of date, and exit with 1
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from longhorizon.recipe import Recipe
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+
+def recipe() -> str:
+    """Every key of a recipe."""
+    rows = []
+    for f in fields(Recipe):
+        default: Any = getattr(Recipe(), f.name)
+        shown = "see below" if isinstance(default, dict) else f"`{json.dumps(default)}`"
+        kind = str(f.type if not isinstance(f.type, type) else f.type.__name__)
+        kind = "table" if kind.startswith("dict") else kind.replace(" | ", " or ")
+        rows.append([f"`{f.name}`", kind, shown, f.metadata["doc"]])
+    return _table(["key", "type", "default", "meaning"], rows)
+
+
+def step_cost() -> str:
+    """Plain gradients per step, by method and number of values."""
+    rows = _result("step_cost.json")["rows"]
+    counts = sorted({row["n"] for row in rows if row["n"]})
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["n"]))
+    cells = {(row["method"], row["n"]): f"{row['gradients']:.1f}" for row in rows}
+    lines = [[name, *(cells.get((name, n), "–") for n in counts)] for name in methods]
+    return _table(["gradients per step", *(f"N = {n}" for n in counts)], lines)
+
+
+def memory() -> str:
+    """Megabytes that a run needs, by method and number of steps."""
+    cells = _result("memory.json")["cells"]
+    found = {tuple(key.split(", T=")): cell for key, cell in cells.items()}
+    lengths = sorted({int(t) for _, t in found})
+    methods = list(dict.fromkeys(name for name, _ in found))
+
+    def show(name: str, steps: int) -> str:
+        cell = found.get((name, str(steps)))
+        if cell is None:
+            return "–"
+        return f"{cell['run_mb']:.1f}" if cell["status"] == "ok" else str(cell["status"]).split(":")[0]
+
+    return _table(
+        ["MB for the run", *(f"T = {t:,}" for t in lengths)], [[m, *(show(m, t) for t in lengths)] for m in methods]
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"recipe": recipe, "step_cost": step_cost, "memory": memory}
+_PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.S)
+
+
+def rendered(text: str) -> str:
+    """A page with its tables made anew; one whose measurements are missing stays as it is."""
+
+    def table(found: re.Match[str]) -> str:
+        try:
+            content = TABLES[found[1]]()
+        except FileNotFoundError:
+            return found[0]
+        return f"<!-- table: {found[1]} -->\n{content}<!-- end -->"
+
+    return _PLACE.sub(table, text)
+
+
+def pages() -> list[Path]:
+    """All pages."""
+    return sorted(DOCS.glob("*.md"))
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Write or check."""
+    old = [page for page in pages() if rendered(page.read_text()) != page.read_text()]
+    for page in old:
+        print(f"{page.name}: {'out of date' if '--check' in sys.argv else 'written'}")
+        if "--check" not in sys.argv:
+            page.write_text(rendered(page.read_text()))
+    sys.exit(bool(old) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    main()
