@@ -30,6 +30,7 @@ bench: setup  ## the benchmarks that need no GPU; writes benchmarks/results/*.js
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python docs/tables.py
 
 setup: $(VENV)/.ready
 
