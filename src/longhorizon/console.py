@@ -98,6 +98,7 @@ class LiveDisplay:
         from rich.console import Console
 
         self.console = Console(stderr=True)
+        self.live: Any = None
 
     def start(self, tuning: Tuning) -> None:
         from rich.live import Live
@@ -156,10 +157,13 @@ class LiveDisplay:
         self.console.print(text, highlight=False, markup=False)
 
     def stop(self) -> None:
-        if hasattr(self, "live"):
-            self.live.stop()
-            if self.last is not None:
-                self.console.print(self._values())
+        if self.live is None:
+            return
+        self.live.update(self._picture(), refresh=True)
+        self.live.stop()
+        self.live = None
+        if self.last is not None:
+            self.console.print(self._values())
 
     def _picture(self) -> Any:
         from rich.console import Group

@@ -128,15 +128,32 @@ def _batch_norm(m: Any, x: Tensor) -> Tensor:
         shift = shift if m.bias is None else shift + m.bias
         normed: Tensor = x * scale.view(shape) + shift.view(shape)
         return normed
+    if not x.is_cuda:
+        if m.training and m.running_mean is not None:
+            var, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=1)
+            _track(m, mean, var)
+        return F.batch_norm(x, None, None, m.weight, m.bias, training=True, eps=m.eps)
+    # On a GPU, in plain operations: compiled with their derivatives they take two thirds of the time of cuDNN's.
+    dims, shape, count = [d for d in range(x.ndim) if d != 1], [1, -1] + [1] * (x.ndim - 2), x.numel() // x.shape[1]
+    if count < 2:
+        raise ValueError(f"BatchNorm needs more than one value per channel to train on, got {tuple(x.shape)}.")
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    var = (centred * centred).mean(dims, keepdim=True)
     if m.training and m.running_mean is not None:
-        dims = [d for d in range(x.ndim) if d != 1]
-        var, mean = torch.var_mean(x, dims, correction=1)
-        m.num_batches_tracked = m.num_batches_tracked + 1
-        # without a momentum, a plain average over all batches so far
-        rate: Any = m.momentum if m.momentum is not None else mean.new_ones(()) / m.num_batches_tracked
-        m.running_mean = (1 - rate) * m.running_mean + rate * mean
-        m.running_var = (1 - rate) * m.running_var + rate * var
-    return F.batch_norm(x, None, None, m.weight, m.bias, training=True, eps=m.eps)
+        _track(m, mean.flatten(), var.flatten() * (count / (count - 1)))
+    scale = (var + m.eps).rsqrt()
+    scale = scale if m.weight is None else scale * m.weight.view(shape)
+    normed = centred * scale
+    return normed if m.bias is None else normed + m.bias.view(shape)
+
+
+def _track(m: Any, mean: Tensor, var: Tensor) -> None:
+    """Move the running statistics; without a momentum, a plain average over all batches so far."""
+    m.num_batches_tracked = m.num_batches_tracked + 1
+    rate: Any = m.momentum if m.momentum is not None else mean.new_ones(()) / m.num_batches_tracked
+    m.running_mean = (1 - rate) * m.running_mean + rate * mean
+    m.running_var = (1 - rate) * m.running_var + rate * var
 
 
 def _dropout(m: Any, x: Tensor) -> Tensor:

@@ -87,6 +87,17 @@ class Inner:
         buffers = {name: b.detach() for name, b in buffers.items()}
         return State(new_params, buffers, memory), loss.detach()
 
+    def pure_step(self, state: State, batch: Any, hypers: Hypers) -> tuple[State, Tensor]:
+        """The same as a pure function, to be traced."""
+
+        def loss(params: Params) -> Any:
+            value, after = self.functional.loss(params, state.buffers, batch, hypers)
+            return value, (value, after)
+
+        grads, (value, buffers) = torch.func.grad(loss, has_aux=True)(state.params)
+        new_params, memory = self.update(state.params, grads, state.memory, hypers)
+        return State(new_params, buffers, memory), value
+
 
 def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_loss: bool) -> tuple[Group, ...]:
     """Sort the parameters by the entries of `hypers` that apply to them.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from longhorizon import seeds, tree
+from longhorizon import cuda, seeds, tree
 from longhorizon.batches import Batches, device_of
 from longhorizon.functional import Buffers, Functional
 from longhorizon.hypers import Hyper, argument, check_hypers, check_values, nearest, window_of
@@ -158,11 +158,13 @@ def make_problem(
 
 
 @contextmanager
-def environment() -> Iterator[None]:
-    """What every differentiated run needs around it: random generators put back afterwards, and attention in the
-    only form that can be differentiated twice.
+def environment(precision: cuda.Precision = "float32") -> Iterator[None]:
+    """What every differentiated run needs around it.
+
+    Random generators are put back afterwards, attention takes the only form that can be differentiated twice, and
+    products on a GPU have the precision asked for.
     """
-    with seeds.isolated(), sdpa_kernel(SDPBackend.MATH):
+    with seeds.isolated(), sdpa_kernel(SDPBackend.MATH), cuda.precision(precision):
         yield
 
 

@@ -67,7 +67,8 @@ def unpack(like: Tree, packed: Sequence[Any]) -> Tree:
     flat, spec = pytree.tree_flatten(like)
     if len(flat) != len(packed):
         raise ValueError(f"saved state has {len(packed)} parts, this run's has {len(flat)}: another model or rule.")
-    return pytree.tree_unflatten(pack(list(packed)), spec)
+    moved = [x.to(y.device) if isinstance(x, Tensor) else x for x, y in zip(pack(list(packed)), flat, strict=True)]
+    return pytree.tree_unflatten(moved, spec)
 
 
 def equal(one: Tree, other: Tree) -> bool:

@@ -15,11 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longhorizon import tree
+from longhorizon import compile, tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
 from longhorizon.engines.silent import check_buffers, check_twice
-from longhorizon.inner import State
+from longhorizon.engines.vjp import pure_step_back, step_back
+from longhorizon.inner import Hypers, State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
@@ -39,11 +40,14 @@ class Adjoint:
             replays, "auto" keeps all if they fit into half of the free memory.
         clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal).
         per_step: also return the hypergradient of every single step.
+        compile: "auto" compiles both the step and the step back on a GPU, if the run is long and all states are kept
+            (a replay needs kernels that give the same bits twice); True always, False never.
     """
 
     store: Literal["auto", "all", "sqrt"] = "auto"
     clip: float | None = None
     per_step: bool = False
+    compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.store not in ("auto", "all", "sqrt"):
@@ -52,6 +56,9 @@ class Adjoint:
             raise ValueError(
                 f"Adjoint(clip={self.clip}): expected a positive bound, or None for the exact hypergradient."
             )
+
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"Adjoint(compile={self.compile!r}): expected True, False or 'auto'.")
 
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "AdjointRun":
         return AdjointRun(self, problem, saved)
@@ -95,6 +102,8 @@ class AdjointRun:
         self.first, self.last = first, problem.steps if last is None else last
         self.stretch = max(1, math.isqrt(self.last - first))
         self.keep_all = engine.keeps_all(problem)
+        worth = problem.device.type == "cuda" and self.keep_all and problem.steps >= compile.WORTH_COMPILING
+        self.compile = worth if engine.compile == "auto" else engine.compile
         problem.batches.keep()
         _check_kept_batches(problem)
         self.watch = watch or Watch(problem, saved and saved["watch"])
@@ -167,8 +176,9 @@ class AdjointRun:
         self.state = tree.unpack(start, saved["state"])
         self.points = {int(t): tree.unpack(start, s) for t, s in saved["points"].items()}
         self.cotangent = tree.unpack(start, saved["cotangent"]) if saved["cotangent"] else None
-        self.per_step = {key: g.clone() for key, g in saved["per_step"].items()}
-        self.val_loss = saved["val_loss"]
+        device = self.problem.device
+        self.per_step = {key: g.to(device, copy=True) for key, g in saved["per_step"].items()}
+        self.val_loss = saved["val_loss"].to(device)
         self.status = Status(*saved["status"])
 
     def _train(self) -> None:
@@ -176,13 +186,53 @@ class AdjointRun:
             self.window[self.t] = self.state
         if (self.t - self.first) % self.stretch == 0:
             self.points[self.t] = self.state
-        self.state, loss = self.problem.train_step(self.state, self.t)
+        self.state, loss = self._step(self.state, self.t)
         failed = self.watch.see(self.t, loss)
         self.t += 1
         if failed is not None:
             self.status, self.phase = Status("loss", failed), "done"
         elif self.t == self.last:
             self._turn()
+
+    def _step(self, state: State, step: int) -> tuple[State, Tensor]:
+        """One training step, compiled if that was decided."""
+        problem = self.problem
+        if not self.compile:
+            return problem.train_step(state, step)
+        inner, batch = problem.inner, problem.batch(step)
+        problem.seed_step(step)
+        fast = compile.traced(
+            lambda state, batch, hypers: inner.pure_step(state, batch, hypers),  # make_fx counts a method's self
+            inner.cache,
+            "step",
+            lambda: problem.seed_step(step),
+            inner.step,
+        )
+        new_state, loss = fast(state, batch, problem.hypers_at(step))
+        return new_state, loss
+
+    def _step_back(
+        self, state: State, step: int, cotangent: State, clip: float | None
+    ) -> tuple[State, dict[str, Tensor], Tensor]:
+        """The VJP of a step, compiled if that was decided."""
+        problem = self.problem
+        if not self.compile:
+            return step_back(problem, state, step, cotangent, clip)
+        batch, hypers = problem.batch(step), problem.hypers_at(step)
+        problem.seed_step(step)
+
+        def back(state: State, batch: Any, hypers: Hypers, learnt: Hypers, cotangent: State) -> Any:
+            return pure_step_back(problem.inner, state, batch, hypers, learnt, cotangent, clip)
+
+        fast = compile.traced(
+            back,
+            problem.inner.cache,
+            ("back", clip),
+            lambda: problem.seed_step(step),
+            lambda *_: step_back(problem, state, step, cotangent, clip),
+        )
+        before, grads, loss = fast(state, batch, hypers, {key: hypers[key] for key in problem.learnt}, cotangent)
+        return before, grads, loss
 
     def _turn(self) -> None:
         """From the end of training to the way back."""
@@ -201,7 +251,7 @@ class AdjointRun:
 
     def _replay(self) -> None:
         """One step of the stretch that leads to the step in hand; at its end, a check that it led there."""
-        self._replayed, _ = self.problem.train_step(self._replayed, self._at)
+        self._replayed, _ = self._step(self._replayed, self._at)
         self._at += 1
         if self._at < self.t:
             self.window[self._at] = self._replayed
@@ -226,7 +276,7 @@ class AdjointRun:
             return
         assert self.cotangent is not None
         state, clip = self.window.pop(step), self.engine.clip
-        self.cotangent, hypers, loss = step_back(self.problem, state, step, self.cotangent, clip)
+        self.cotangent, hypers, loss = self._step_back(state, step, self.cotangent, clip)
         if step == self.first or (self.last - step) % self.watch.every == 0:
             check_repeated(step, self.watch.losses[step], loss)
         for key, g in hypers.items():
@@ -251,63 +301,6 @@ class AdjointRun:
         self.status, self.phase = Status("adjoint", bad), "done"
 
 
-def step_back(
-    problem: Problem, state: State, step: int, cotangent: State, clip: float | None = None
-) -> tuple[State, dict[str, Tensor], Tensor]:
-    """The VJP of one inner step.
-
-    Args:
-        state: before the step.
-        cotangent: dL/d(state after the step).
-        clip: bound on the Hessian product.
-
-    Returns:
-        dL/d(state before the step), dL/d(value) for every learnt hyperparameter of this step, and the training loss.
-    """
-    inner, learnt = problem.inner, problem.learnt
-    batch, hypers = problem.batch(step), problem.hypers_at(step)
-    problem.seed_step(step)
-    hypers |= {key: hypers[key].detach().requires_grad_() for key in learnt}
-    levers = [hypers[key] for key in learnt]
-    params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
-    buffers, with_buffers = tree.split(state.buffers)
-    memory, with_memory = tree.split(state.memory)
-    buffers = [b.detach().requires_grad_() for b in buffers]
-    memory = [m.detach().requires_grad_() for m in memory]
-    d_params, d_buffers = list(cotangent.params.values()), tree.split(cotangent.buffers)[0]
-    d_memory, rebuild_memory = tree.split(cotangent.memory)
-
-    grads, new_buffers, loss = inner.gradient(params, with_buffers(buffers), batch, hypers, create_graph=True)
-    leaves = {name: g.detach().requires_grad_() for name, g in grads.items()}
-    with torch.enable_grad():
-        new_params, new_memory = inner.update(params, leaves, with_memory(memory), hypers)
-    d_rule = _vjp(
-        [*new_params.values(), *tree.split(new_memory)[0]],
-        [*params.values(), *leaves.values(), *memory, *levers],
-        [*d_params, *d_memory],
-    )
-    n, m = len(params), len(memory)
-    to_params, to_grads, to_memory, to_levers = (
-        d_rule[:n],
-        d_rule[n : 2 * n],
-        d_rule[2 * n : 2 * n + m],
-        d_rule[2 * n + m :],
-    )
-    d_loss = _vjp(
-        [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers], [*to_grads, *d_buffers]
-    )
-    hessian_product = d_loss[:n]
-    if clip is not None:
-        hessian_product = [h.clamp(-clip, clip) for h in hessian_product]
-    before = State(
-        {name: a + b for name, a, b in zip(params, to_params, hessian_product, strict=True)},
-        with_buffers(d_loss[n : n + len(buffers)]),
-        rebuild_memory(to_memory),
-    )
-    direct = d_loss[n + len(buffers) :]
-    return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}, loss.detach()
-
-
 @contextmanager
 def deterministic(problem: Problem, replays: bool) -> Iterator[None]:
     """On CUDA, kernels that give the same result twice, where a replay depends on it."""
@@ -326,15 +319,6 @@ def deterministic(problem: Problem, replays: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark
-
-
-def _vjp(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
-    """autograd.grad that takes outputs without a graph and inputs without an influence."""
-    live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
-    if not live:
-        return [torch.zeros_like(x) for x in inputs]
-    got = torch.autograd.grad([o for o, _ in live], inputs, [c for _, c in live], allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(got, inputs, strict=True)]
 
 
 def _probe(problem: Problem, state: State, step: int) -> None:

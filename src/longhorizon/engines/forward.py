@@ -81,6 +81,8 @@ class ForwardRun:
         self.starts = [column[0] for column in self.columns]
         self._edges = sorted({*self.starts, problem.steps})  # where the number of columns changes
         self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
+        # On a GPU one compiled shape serves all: columns that have not begun are zeros.
+        self._padded = problem.device.type == "cuda" and self._compiles(0)
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
         if saved is None:
@@ -89,7 +91,8 @@ class ForwardRun:
             self._bad = torch.full((len(self.columns),), -1, dtype=torch.int64, device=problem.device)
         else:
             self.t, self.state = saved["t"], tree.unpack(problem.start, saved["state"])
-            self.tangents, self._bad = list(saved["tangents"]), saved["bad"].clone()
+            self.tangents = [leaf.to(problem.device) for leaf in saved["tangents"]]
+            self._bad = saved["bad"].to(problem.device, copy=True)
 
     @property
     def done(self) -> bool:
@@ -123,10 +126,14 @@ class ForwardRun:
         count = self.active(t)
         tangents = [_grown(leaf, count) for leaf in self.tangents]
         hypers, ones = problem.hypers_at(t), self._ones(t, count)
-        size = self.engine.chunk or count
+        size = self.engine.chunk or (len(self.columns) if self._padded else count)
+        if self._padded:
+            full = -(-count // size) * size
+            tangents = [_grown(leaf, full) for leaf in tangents]
+            ones = {key: _grown(one, full) for key, one in ones.items()}
         parts = []
         try:
-            for low in range(0, count, size):
+            for low in range(0, len(tangents[0]), size):
                 part = slice(low, low + size)
                 problem.seed_step(t)
                 state, dstate, loss = self._step(t)(
@@ -137,6 +144,7 @@ class ForwardRun:
             raise explain(error, "Forward") from error
         self.state = state
         self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
+        self.tangents = [leaf[:count] for leaf in self.tangents] if self._padded else self.tangents
         finite = torch.stack([_rows(leaf).sum(1) for leaf in self.tangents]).isfinite().all(0)
         bad = self._bad[:count]
         self._bad[:count] = torch.where((bad < 0) & ~finite, t, bad)
@@ -173,6 +181,14 @@ class ForwardRun:
             ones[key] = one
         return ones
 
+    def _compiles(self, t: int) -> bool:
+        """Whether the step is traced: where enough steps share its shape."""
+        if self.engine.compile != "auto":
+            return self.engine.compile
+        if self.problem.device.type == "cuda":
+            return self.problem.steps >= compile.WORTH_COMPILING
+        return self.stretch(t) >= compile.WORTH_TRACING
+
     def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor]]:
         """The batched step, traced where that pays."""
         engine, problem = self.engine, self.problem
@@ -183,7 +199,7 @@ class ForwardRun:
         ) -> tuple[State, Tangents, Tensor]:
             return tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
 
-        if engine.compile is True or (engine.compile == "auto" and self.stretch(t) >= compile.WORTH_TRACING):
+        if self._compiles(t):
             return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
         return step
 

@@ -1,0 +1,115 @@
+"""What only a GPU can show: compiled steps, replay with deterministic kernels, precision, resume. `make test-gpu`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import longhorizon as lh
+from longhorizon.problem import environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+HYPERS = {"lr": lh.Hyper(0.05, windows=3), "momentum": lh.Hyper(0.5), "weight_decay": lh.Hyper(1e-3)}
+
+
+def make_task(device="cuda", dtype=torch.float64):
+    def make_model():
+        layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)]
+        return nn.Sequential(*layers).to(device, dtype)
+
+    def batches(seed, count=40):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(count, 16, 2, 8, 8, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (count, 16), generator=generator)
+        return [(x[i].to(device, dtype), y[i].to(device)) for i in range(count)]
+
+    return lh.Task(
+        make_model, lambda model, b: F.cross_entropy(model(b[0]), b[1]), batches, lambda seed: batches(seed + 1, 2)
+    )
+
+
+def hypergradient(engine, **settings):
+    return lh.hypergradient(make_task(**settings), lh.sgd(), HYPERS, steps=20, engine=engine)
+
+
+def assert_close(found, reference, tolerance):
+    assert found.status.ok, found.status
+    for key, g in reference.grad.items():
+        assert (found.grad[key] - g).abs().max() <= tolerance * g.abs().max(), key
+
+
+@pytest.fixture(scope="module")
+def reference():
+    # Initial weights come from the CPU's generator on both devices, so the runs are the same.
+    return hypergradient(lh.Forward(compile=False), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        lh.Forward(compile=False),
+        lh.Forward(compile=True),
+        lh.Forward(compile=True, chunk=2),
+        lh.Adjoint(store="all", compile=False),
+        lh.Adjoint(store="all", compile=True),
+        lh.Adjoint(store="sqrt"),
+        lh.Greedy(horizon=20),
+    ],
+    ids=repr,
+)
+def test_the_gpu_gives_what_the_cpu_gives(engine, reference):
+    with torch.device("cpu"):
+        assert_close(hypergradient(engine), reference, 1e-9)
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(store="all", compile=True)], ids=repr)
+def test_float32_is_near_float64(engine, reference):
+    assert_close(hypergradient(engine, dtype=torch.float32), reference, 1e-3)
+
+
+def test_replay_is_exact_in_float32():
+    """Deterministic kernels: a replay that ended elsewhere would raise ReplayError."""
+    assert hypergradient(lh.Adjoint(store="sqrt"), dtype=torch.float32).status.ok
+
+
+def test_whole_storage_is_preferred_when_it_fits():
+    found = hypergradient("auto")
+    assert "all states kept" in found.engine
+
+
+def test_tf32_is_off_inside_and_put_back_outside():
+    before = torch.backends.cudnn.allow_tf32
+    with environment():
+        assert not torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cuda.matmul.allow_tf32
+    with environment("tf32"):
+        assert torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(compile=False), lh.Adjoint(store="all", compile=False)], ids=repr)
+def test_a_broken_run_goes_on(tmp_path, engine):
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def tune(**settings):
+        return lh.tune(
+            make_task(), lh.sgd(), HYPERS, steps=20, outer_steps=2, engine=engine, checkpoint_seconds=0.0, **settings
+        )
+
+    left = 33
+
+    def progress(_):
+        nonlocal left
+        left -= 1
+        if not left:
+            raise Stop
+
+    with pytest.raises(Stop):
+        tune(dir=tmp_path / "r", progress=progress)
+    resumed, calm = tune(dir=tmp_path / "r"), tune()
+    torch.testing.assert_close(resumed.history[-1].grad["lr"], calm.history[-1].grad["lr"], rtol=1e-6, atol=1e-12)
