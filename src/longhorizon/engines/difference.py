@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longhorizon import tree
 from longhorizon.engines.base import Progress, Watch, check_repeated, finish
-from longhorizon.hypers import DEFAULT_STEPS, argument
+from longhorizon.hypers import argument
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
@@ -22,8 +22,8 @@ class FiniteDifference:
     For checking, in float64. In float32 rounding drowns the difference; over long runs chaos does.
 
     Args:
-        eps: δ as a fraction of the value; of its `Hyper.step` where the value is zero. Truncation falls with δ²,
-            rounding grows with 1/δ; in float64 both are near 1e-9 at the default. A mapping sets it per key.
+        eps: δ as a fraction of the value, of 0.1 where the value is zero. Truncation falls with δ², rounding grows
+            with 1/δ; in float64 both are near 1e-9 at the default. A mapping sets it per key.
     """
 
     eps: float | Mapping[str, float] = 1e-4
@@ -42,8 +42,7 @@ class FiniteDifference:
     def distance(self, problem: Problem, key: str, value: float) -> float:
         """δ for one value."""
         eps = self.eps.get(key, 1e-4) if isinstance(self.eps, Mapping) else self.eps
-        unit = problem.hypers[key].step or DEFAULT_STEPS.get(argument(key), 0.1)
-        return eps * (abs(value) if value else unit)
+        return eps * (abs(value) or 0.1)
 
 
 class DifferenceRun:
