@@ -10,9 +10,9 @@ from longhorizon.engines.adjoint import MEMORY_SHARE, Adjoint, trajectory_bytes
 from longhorizon.engines.forward import Forward
 from longhorizon.problem import Problem
 
-# Cost of a step in plain gradients, measured (benchmarks/results/step_cost.json, LeNet on two cores).
-FORWARD_BASE, FORWARD_COLUMN = 2.0, 0.9
-ADJOINT, REPLAY = 3.0, 1.0
+# Cost of a step in plain gradients, measured: "summary" in benchmarks/results/step_cost.json, LeNet on two cores.
+FORWARD_BASE, FORWARD_COLUMN = 2.1, 0.67  # traced; a run too short to be traced costs little either way
+ADJOINT, REPLAY = 4.2, 1.2
 
 
 def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
