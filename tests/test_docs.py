@@ -15,7 +15,7 @@ from longhorizon import recipe as recipes
 
 ROOT = Path(lh.__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
 PACKAGE = Path(lh.__file__).parent
 
 _spec = importlib.util.spec_from_file_location("tables", DOCS / "tables.py")

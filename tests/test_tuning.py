@@ -168,7 +168,8 @@ def test_retrain_uses_all_data_and_tests_in_eval_mode():
         ({"steps": 1}, "windows=2 but the run only steps=1"),
         ({"outer": "sign"}, "outer='sign'"),
         ({"engine": "fast"}, "engine='fast'"),
-        ({"hypers": {"smoothing": lh.Hyper(0.1)}}, "'smoothing' has no `step`"),
+        ({"hypers": {"smoothing": lh.Hyper(0.1)}}, "unknown hyperparameter 'smoothing'"),
+        ({"hypers": {"eps": lh.Hyper(1e-8)}, "rule": lh.adam()}, "'eps' has no `step`"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_written(tmp_path, settings, words):

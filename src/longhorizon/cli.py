@@ -287,6 +287,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
             engine=recipes.engine_of(chosen),  # type: ignore[arg-type]
             seed=chosen.seed,
             seeds=chosen.seeds,
+            precision=chosen.precision,  # type: ignore[arg-type]
             dir=path,
             checkpoint_seconds=chosen.checkpoint_seconds,
             recipe=recipes.to_toml(chosen),

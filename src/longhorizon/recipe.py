@@ -62,6 +62,7 @@ class Recipe:
     val_fraction: float = _setting(0.2, "share of the training set held out for validation, anew in every outer step")
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: str = _setting("float32", "float32 or float64")
+    precision: str = _setting("float32", "of float32 products on a GPU: float32, or tf32, faster and rougher")
     threads: int = _setting(0, "processor threads; 0: one for a small model, else as many as there are cores")
     rule: dict[str, Any] = _setting(
         None, "optimizer: name (sgd, adam, adamw) and its arguments", lambda: {"name": "sgd"}
@@ -252,6 +253,7 @@ def _check(recipe: Recipe, origin: str) -> None:
         "engine": (recipe.engine, ENGINES),
         "outer": (recipe.outer, OUTERS),
         "dtype": (recipe.dtype, tuple(DTYPES)),
+        "precision": (recipe.precision, ("float32", "tf32")),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from longhorizon.cuda import Precision
 from longhorizon.engines import Engine
 from longhorizon.hypers import Hyper
 from longhorizon.outer import TorchOuter
@@ -56,6 +57,7 @@ def tune(
     engine: Engine | Literal["auto"] = "auto",
     seed: int = 0,
     seeds: int = 1,
+    precision: Precision = "float32",
     dir: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 30.0,
     recipe: str | None = None,
@@ -78,6 +80,7 @@ def tune(
         engine: how to differentiate; see `hypergradient`.
         seed: of everything.
         seeds: training runs to average each hypergradient over.
+        precision: of float32 products on a GPU, "float32" or "tf32"; see `hypergradient`.
         dir: where to keep the run. If the same run is there already it goes on where it stopped.
         checkpoint_seconds: how often to save inside a training run.
         recipe: a text to keep with the run.
@@ -102,16 +105,16 @@ def tune(
     if dir is None:
         tuning = Tuning(task, rule, hypers, **given)
         history: list[OuterStep] = []
-        with environment():
+        with environment(precision):
             _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
         return _tuned(tuning, history, None)
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written
     with RunDirectory(dir) as directory:
-        directory.begin(settings_of(first), recipe)
+        directory.begin(settings_of(first) | {"precision": precision}, recipe)
         history = directory.journal()
         tuning = Tuning(task, rule, hypers, **given, saved=_where(directory, history, first))
         history = [record for record in history if record.index < tuning.index]
-        with environment():
+        with environment(precision):
             _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
         _save_schedules(directory, tuning)
         return _tuned(tuning, history, directory.path)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from longhorizon.cuda import Precision
 from longhorizon.engines.adjoint import Adjoint
 from longhorizon.engines.base import Engine, Progress
 from longhorizon.engines.choose import choose
@@ -25,6 +26,7 @@ def hypergradient(
     seed: int = 0,
     values: Mapping[str, Any] | None = None,
     per_step: bool = False,
+    precision: Precision = "float32",
     progress: Callable[[Progress], None] | None = None,
 ) -> Hypergradient:
     """The derivative of the final validation loss with respect to every learnt hyperparameter of a training run.
@@ -39,6 +41,7 @@ def hypergradient(
         seed: of the initialisation, the batches and the model's randomness.
         values: where to evaluate, per key, instead of at the starts.
         per_step: also return the hypergradient of every single step (adjoint and greedy engines).
+        precision: of float32 products on a GPU: "float32", or "tf32", faster and rougher. (float64: make the model so.)
         progress: called after every inner step.
 
     Returns:
@@ -60,7 +63,7 @@ def hypergradient(
         >>> round(h.grad["lr"].item(), 12)
         -0.9
     """
-    with environment():
+    with environment(precision):
         problem = make_problem(task, rule, hypers, steps, seed, values)
         return compute(problem, engine, per_step, progress)
 
