@@ -56,6 +56,39 @@ def test_adjoint_is_backpropagation_without_its_graph(name, rule):
     assert relative(compute(case, setting, lh.Adjoint()).grad, oracles.backprop(case, setting, rule)) <= 1e-9
 
 
+LOSSES = {
+    "mse": F.mse_loss,
+    "mse, sum": nn.MSELoss(reduction="sum"),
+    "mse, none": lambda a, b: F.mse_loss(a, b, reduction="none").mean(),
+    "mse, weighted": lambda a, b: F.mse_loss(a, b, weight=b.abs()),
+    "huber": nn.HuberLoss(delta=0.5),
+    "huber, weighted": lambda a, b: F.huber_loss(a, b, reduction="sum", weight=b.abs()),
+    "smooth l1": F.smooth_l1_loss,
+    "logits": lambda a, b: F.binary_cross_entropy_with_logits(a, (b > 0).double()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_a_regression(name):
+    """Some of torch's fused losses have no tangent of their gradient, or one that fails."""
+
+    def batches(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(2, 8, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
+
+    task = lh.Task(
+        model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(),
+        loss=lambda model, batch: LOSSES[name](model(batch[0]), batch[1]),
+        train=batches,
+        val=lambda seed: batches(seed + 1)[:2],
+    )
+    hypers = {"lr": lh.Hyper(0.02, windows=2), "momentum": lh.Hyper(0.5)}
+    engines = lh.Forward(compile=False), lh.Forward(chunk=3, compile=True), lh.Adjoint(), lh.FiniteDifference()
+    found = [lh.hypergradient(task, lh.sgd(), hypers, steps=6, engine=engine) for engine in engines]
+    assert max(relative(h.grad, found[0].grad) for h in found[:3]) <= 1e-9
+    assert relative(found[3].grad, found[0].grad) <= 1e-6
+
+
 def test_a_validation_loss_of_its_own_and_its_direct_derivative():
     """dL_val/dh at fixed weights counts, and only through the loss that judges."""
 

@@ -2,9 +2,10 @@
 
 BatchNorm needs care: torch updates running statistics in place and outside autograd, so a validation loss in
 eval mode would silently lose their derivative. Ours are computed out of place, as a part of the state.
+Losses whose gradient torch cannot push a tangent through have plain forms here too: see `PlainLosses`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
 
 from longhorizon.rules import Params
 from longhorizon.task import Loss, Task, call_loss
@@ -76,6 +78,17 @@ class Functional:
     def _set_mode(self, training: bool) -> None:
         if self.module.training != training:
             self.module.train(training)
+
+
+class PlainLosses(TorchFunctionMode):
+    """Within it, `mse_loss` and `huber_loss` are computed by plain operations.
+
+    A tangent of the fused ones' gradient fails in torch if the target has none ("ZeroTensors are immutable"), does not
+    exist, or ends the process while it is traced.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Caller(nn.Module):
@@ -159,3 +172,31 @@ def _track(m: Any, mean: Tensor, var: Tensor) -> None:
 def _dropout(m: Any, x: Tensor) -> Tensor:
     """Dropout whose mask does not depend on how its input lies in memory, which differs under `torch.func`."""
     return F.dropout(x.contiguous(), m.p, m.training)
+
+
+def _mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    if weight is not None or size_average is not None or reduce is not None:
+        return F.mse_loss(input, target, size_average, reduce, reduction, weight)  # type: ignore[call-arg]
+    return _reduced((input - target).square(), reduction)
+
+
+def _huber_loss(
+    input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Tensor | None = None
+) -> Tensor:
+    off = (input - target).abs()
+    each = torch.where(off < delta, 0.5 * off.square(), delta * (off - 0.5 * delta))
+    return _reduced(each if weight is None else each * weight, reduction)
+
+
+def _reduced(each: Tensor, reduction: str) -> Tensor:
+    return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
+
+
+_PLAIN: dict[Any, Callable[..., Tensor]] = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss}

@@ -20,6 +20,7 @@ from torch.func import grad, jvp, vmap
 
 from longhorizon import compile, tree
 from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
+from longhorizon.functional import PlainLosses
 from longhorizon.hypers import window_start
 from longhorizon.inner import Hypers, Inner, State
 from longhorizon.problem import Problem
@@ -247,7 +248,8 @@ def _one_column(
 
     def gradient(params: Any, buffers: Any, learnt: Any) -> Any:
         def loss(params: Any) -> Any:
-            value, after = inner.functional.loss(params, with_buffers(buffers), batch, hypers | learnt)
+            with PlainLosses():
+                value, after = inner.functional.loss(params, with_buffers(buffers), batch, hypers | learnt)
             return value, (value, after)
 
         grads, (value, after) = grad(loss, has_aux=True)(params)
