@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,16 +17,24 @@ SMALL = ["--steps", "12", "--outer-steps", "2", "--hypers.lr.windows", "3", "--t
 COMMANDS = ["tune", "resume", "report", "export", "check", "data", "init"]
 
 
-def call(*words, cwd, code=0, **environment):
-    done = subprocess.run(
-        [*COMMAND, *map(str, words)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert done.returncode == code, done.stdout + done.stderr
+@pytest.fixture(scope="module", autouse=True)
+def _server():
+    """One process that has imported the package, and forks a child per command line."""
+    global SERVER
+    path = Path(__file__).with_name("cli_server.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as SERVER:
+        yield
+        SERVER.stdin.close()
+
+
+def call(*words, cwd, code=0):
+    SERVER.stdin.write(json.dumps({"words": [str(w) for w in words], "cwd": str(cwd)}) + "\n")
+    SERVER.stdin.flush()
+    done = SimpleNamespace(**json.loads(SERVER.stdout.readline()))
+    assert done.code in (code if isinstance(code, tuple) else (code,)), done.stdout + done.stderr
     return done
 
 
@@ -166,8 +176,7 @@ BAD_RECIPES = {
 def test_a_bad_recipe_is_one_line(tmp_path, kind):
     text, words = BAD_RECIPES[kind]
     (tmp_path / "bad.toml").write_text(text)
-    done = subprocess.run([*COMMAND, "tune", "bad.toml"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode in (1, 2)
+    done = call("tune", "bad.toml", cwd=tmp_path, code=(1, 2))
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/journal.jsonl"))

@@ -261,7 +261,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     # Settled now and written down: another number of threads may round differently.
     chosen = replace(chosen, threads=recipes.threads_of(chosen, task))
     torch.set_num_threads(chosen.threads)
-    recorders = _recorders(path, tensorboard, optuna_storage, _ranges(chosen, hypers))
+    recorders = _recorders(chosen, hypers, path, tensorboard, optuna_storage)
     shown = False
 
     def inner(tuning: Tuning) -> None:
@@ -366,11 +366,9 @@ def _conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool
     print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')
 
 
-def _ranges(chosen: Recipe, hypers: dict[str, lh.Hyper]) -> dict[str, tuple[float, float]]:
-    return lh.search_range(hypers, chosen.outer_steps) if chosen.outer == "sign" else {}
-
-
-def _recorders(path: Path, tensorboard: bool, optuna_storage: str, ranges: dict[str, tuple[float, float]]) -> list[Any]:
+def _recorders(
+    chosen: Recipe, hypers: dict[str, lh.Hyper], path: Path, tensorboard: bool, optuna_storage: str
+) -> list[Any]:
     found: list[Any] = []
     if tensorboard or optuna_storage:
         from longhorizon import recorders
@@ -378,6 +376,7 @@ def _recorders(path: Path, tensorboard: bool, optuna_storage: str, ranges: dict[
         if tensorboard:
             found.append(recorders.TensorBoardRecorder(path / "tensorboard"))
         if optuna_storage:
+            ranges = lh.search_range(hypers, chosen.outer_steps) if chosen.outer == "sign" else None
             found.append(recorders.OptunaRecorder(optuna_storage, path.name, ranges))
     known = lh.RunDirectory(path).journal() if (path / "run.json").exists() else []
     for recorder in found:  # what a kill kept from them; a step they know already is not taken twice
