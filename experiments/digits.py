@@ -19,7 +19,7 @@ import torch
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
-from longhorizon.cli import off_the_shelf
+from longhorizon.offtheshelf import train_off_the_shelf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from environment import environment
@@ -66,10 +66,7 @@ def main() -> None:
         name: summary([r[name]["loss"] for r in runs], [r[name]["accuracy"] for r in runs])
         for name in ("learnt", "best by validation")
     }
-    for name, (lr, momentum) in off_the_shelf(steps).items():
-        plain = {"lr": lh.Hyper(lr, windows=len(lr)), "momentum": lh.Hyper(momentum)}
-        values = {key: hyper.values() for key, hyper in plain.items()}
-        found = lh.retrain(task, rule, plain, values, steps=steps, seeds=tuning_seeds * test_seeds)
+    for name, found in train_off_the_shelf(task, rule, steps, tuning_seeds * test_seeds).items():
         table[name] = summary([found.test_loss], [found.metrics["accuracy"]])
     content = {
         "environment": environment(),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,57 @@ def test_resume_takes_more_outer_steps(finished):
     assert [json.loads(line)["index"] for line in lines] == [0, 1, 2]
 
 
+def test_more_outer_steps_are_still_more_when_it_is_killed_on_the_way(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    path = tmp_path / "run/run.json"
+    content = json.loads(path.read_text())
+    call("resume", "run", "--outer-steps", 4, cwd=tmp_path)
+    recipe = json.loads(path.read_text())["recipe"]
+    assert tomllib.loads(recipe)["outer_steps"] == 4
+    assert json.loads(path.read_text()) == content | {"recipe": recipe}
+    done = call("resume", "run", cwd=tmp_path)
+    assert "4 outer steps" in done.stdout
+
+
+def test_an_outer_step_of_one_inner_step(tmp_path):
+    done = call("tune", "--steps", 1, "--outer-steps", 2, "--hypers.lr.windows", 1, "--test-seeds", 0, cwd=tmp_path)
+    assert "outer step 1/2" in done.stderr
+
+
+OWN = """
+import torch, longhorizon as lh
+x = torch.ones(4, 3)
+
+def task(loss):
+    return lh.Task(lambda: torch.nn.Linear(3, 1), loss, lambda seed: [x] * 50, lambda seed: [x], test=lambda: [x])
+
+def wrong():
+    def loss(model, batch):
+        inputs, targets = batch
+    return task(loss)
+"""
+
+
+def test_an_error_in_the_user_s_code_says_where(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    said = call("tune", "--task", "mine:wrong", *SMALL, cwd=tmp_path, code=1).stderr
+    line = OWN.splitlines().index("        inputs, targets = batch") + 1
+    assert f"(mine.py, line {line}; ValueError; LONGHORIZON_DEBUG=1 shows where)" in said
+    assert "Traceback" not in said
+
+
+def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):
+    words = ["--hypers.lr.start", "1e30", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1.0", "--test-seeds", "1"]
+    lines = call("tune", "--json", *SMALL, *words, cwd=tmp_path).stdout.splitlines()
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    result = json.loads(lines[-1], parse_constant=refuse)
+    assert result["test"]["learnt"]["loss"][0] is None
+    json.loads((tmp_path / "runs/digits-001/result.json").read_text(), parse_constant=refuse)
+
+
 def test_json_is_one_object_per_line(tmp_path):
     lines = call("tune", "--json", *SMALL, cwd=tmp_path).stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
@@ -130,6 +182,7 @@ def test_an_own_task_is_tuned_with_steps_and_refuses_epochs(tmp_path):
     call("tune", "--task", "mine:make", *SMALL, cwd=tmp_path)
     done = call("tune", "--task", "mine:make", "--epochs", 1, cwd=tmp_path, code=2)
     assert "epochs: the length of an epoch of your own task is unknown" in done.stderr
+    assert (tmp_path / "runs/mine-001/journal.jsonl").exists()
 
 
 def test_check_compares_the_engines(tmp_path):
@@ -168,6 +221,9 @@ BAD_RECIPES = {
     "fraction": ("val_fraction = 1.5", "val_fraction = 1.5"),
     "outer steps": ("outer_steps = 0", "outer_steps = 0: expected at least 1"),
     "device": ('device = "tpu9"', "device = 'tpu9'"),
+    "outer rate": ("outer_rate = -1.0", "outer_rate = -1.0: expected a positive number"),
+    "data": ('data = "cifar"', "Did you mean 'cifar10'?"),
+    "own code": ('task = "shutil:rmtree"', "missing 1 required positional argument"),
     "bounds": ("[hypers.lr]\nstart = 0.1\nlow = 0.2", "outside [0.2, inf]"),
 }
 
@@ -176,7 +232,7 @@ BAD_RECIPES = {
 def test_a_bad_recipe_is_one_line(tmp_path, kind):
     text, words = BAD_RECIPES[kind]
     (tmp_path / "bad.toml").write_text(text)
-    done = call("tune", "bad.toml", cwd=tmp_path, code=(1, 2))
+    done = call("tune", "bad.toml", cwd=tmp_path, code=1 if kind == "own code" else 2)
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/journal.jsonl"))
@@ -192,6 +248,7 @@ USAGE = {
     "report nowhere": (["report", "none"], "none does not exist"),
     "export nothing": (["export", "."], "is no run directory: it has no run.json"),
     "export format": (["export", ".", "--format", "xml"], "'xml' is not one of"),
+    "export steps": (["export", ".", "--format", "csv", "--steps", "-5"], "-5 is not in the range x>=1"),
     "data name": (["data", "mnits"], "Did you mean 'mnist'?"),
 }
 

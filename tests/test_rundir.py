@@ -74,6 +74,56 @@ def test_without_its_checkpoint_a_run_goes_on_from_the_journal(tmp_path):
     assert resumed.schedule == tune().schedule
 
 
+def test_a_checkpoint_that_knows_more_than_the_journal_is_refused(tmp_path):
+    tune(dir=tmp_path / "r", outer_steps=3)
+    journal = tmp_path / "r" / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:1]))
+    with pytest.raises(lh.RunError, match="journal.jsonl knows less than the checkpoint, which is at outer step 4"):
+        tune(dir=tmp_path / "r", outer_steps=4)
+    (tmp_path / "r" / "checkpoint.pt").unlink()
+    assert tune(dir=tmp_path / "r", outer_steps=3).schedule == tune(outer_steps=3).schedule
+
+
+def test_a_checkpoint_of_a_run_with_equal_settings_is_refused(tmp_path):
+    """Another model or other data: settings do not tell them apart."""
+    tune(dir=tmp_path / "one")
+    tune(dir=tmp_path / "two")
+    (tmp_path / "one" / "checkpoint.pt").replace(tmp_path / "two" / "checkpoint.pt")
+    with pytest.raises(lh.RunError, match="belongs to another run"):
+        tune(dir=tmp_path / "two")
+
+
+class Careful:
+    """An outer optimizer of a user's own, without a name of its own."""
+
+    def init(self, hypers):
+        return {}
+
+    def update(self, values, mean, state, hypers):
+        return values, state
+
+    def shrink(self, state):
+        return state
+
+    def converged(self, state):
+        return False
+
+
+def test_an_own_outer_optimizer_goes_on(tmp_path):
+    tune(dir=tmp_path / "r", outer=Careful(), outer_steps=1)
+    keep = [Careful() for _ in range(3)]  # elsewhere in memory
+    assert len(tune(dir=tmp_path / "r", outer=keep[-1], outer_steps=2).history) == 2
+
+
+def test_progress_begins_before_the_first_record(tmp_path):
+    """A display starts there; an outer step may be a single inner step."""
+    seen = []
+    hypers = {"lr": lh.Hyper(0.0)}
+    told = {"on_step": lambda r: seen.append(r.index), "progress": lambda t: seen.append("inner")}
+    lh.tune(make_task(), lh.sgd(), hypers, steps=1, outer_steps=2, engine=lh.Forward(), **told)
+    assert seen == ["inner", 0, 1]
+
+
 def test_a_torn_last_line_does_not_count(tmp_path):
     stopped_after(tmp_path / "r", 100)
     with open(tmp_path / "r/journal.jsonl", "a") as journal:

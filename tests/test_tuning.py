@@ -178,6 +178,14 @@ def test_bad_input_is_named_before_anything_is_written(tmp_path, settings, words
     assert not (tmp_path / "r" / "journal.jsonl").exists()
 
 
+def test_retrain_may_be_shorter_than_the_schedule_has_windows():
+    task = make_task(test=lambda: batches(5, 2))
+    values = {"lr": [0.1, 0.2, 0.3, 0.4, 0.5]}
+    short = lh.retrain(task, lh.sgd(), {"lr": lh.Hyper(0.0, windows=5)}, values, steps=2, seeds=1)
+    same = lh.retrain(task, lh.sgd(), {"lr": lh.Hyper(0.0, windows=2)}, {"lr": [0.1, 0.3]}, steps=2, seeds=1)
+    assert short.test_loss == same.test_loss
+
+
 def test_retrain_without_test_data_is_refused():
     with pytest.raises(ValueError, match="give Task\\(test="):
         lh.retrain(make_task(test=None), lh.sgd(), HYPERS, {k: h.values() for k, h in HYPERS.items()}, steps=5)

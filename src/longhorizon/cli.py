@@ -1,7 +1,6 @@
 """The command line. The only file, with console.py, that parses arguments or prints."""
 
 import json
-import math
 import os
 import sys
 import time
@@ -19,10 +18,12 @@ from longhorizon import export as exporting
 from longhorizon import recipe as recipes
 from longhorizon.console import Display, make_display, numbers
 from longhorizon.hypers import nearest
+from longhorizon.offtheshelf import train_off_the_shelf
 from longhorizon.recipe import Recipe, RecipeError
-from longhorizon.tuning import OuterStep, Tuning
+from longhorizon.tuning import OuterStep, Tuning, plain
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
+_OURS = Path(__file__).parent
 
 
 def main() -> None:
@@ -44,7 +45,22 @@ def main() -> None:
         sys.exit(141)
     except (ValueError, TypeError, KeyError, RuntimeError, ImportError, OSError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        _die(f"{text}", 1)
+        _die(f"{text}{_place(error)}", 1)
+
+
+def _place(error: BaseException) -> str:
+    """Where an error came from that is not our own: the last line of the user's code, and how to see more."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).is_relative_to(_OURS):
+        return ""  # our own words say what is wrong
+    outside = (_OURS, Path(sys.prefix), Path(sys.base_prefix), Path(torch.__file__).parent)
+    theirs = [f for f in frames if os.path.exists(f.filename) and not _within(f.filename, outside)]
+    where = f"{os.path.relpath(theirs[-1].filename)}, line {theirs[-1].lineno}; " if theirs else ""
+    return f" ({where}{type(error).__name__}; {_DEBUG}=1 shows where)"
+
+
+def _within(filename: str, folders: tuple[Path, ...]) -> bool:
+    return any(Path(filename).is_relative_to(folder) for folder in folders)
 
 
 def _die(text: str, code: int) -> None:
@@ -61,7 +77,8 @@ def _settings_help() -> str:
     for f in fields(Recipe):
         value = getattr(default, f.name)
         shown = ", ".join(value) if f.name == "hypers" else value.get("name") if f.name == "rule" else value
-        head = f"--{f.name.replace('_', '-')} [{shown if shown != '' else 'none'}]"
+        name = {"rule": "rule.name", "hypers": "hypers.NAME.KEY"}.get(f.name, f.name.replace("_", "-"))
+        head = f"--{name} [{shown if shown != '' else 'none'}]"
         rows.append(f"{head:<28} {f.metadata['doc']}" if len(head) < 29 else f"{head}\n{'':<28} {f.metadata['doc']}")
     rows.append("")
     rows.append("\b")
@@ -104,7 +121,8 @@ def tune(
     """Learn a schedule, from a recipe or (without one) for the embedded example: an MLP on scikit-learn's digits."""
     recipe, words = _file_or_key(recipe, context.args)
     chosen = recipes.load_recipe(recipe, _overrides(words))
-    path = Path(dir) if dir else _next_directory(Path("runs"), recipe.stem if recipe else chosen.data)
+    name = recipe.stem if recipe else chosen.task.partition(":")[0] or chosen.data
+    path = Path(dir) if dir else _next_directory(Path("runs"), name)
     if (path / "run.json").exists():
         raise lh.RunError(f"{path} holds a run already; go on with it by 'longhorizon resume {path}'.")
     _tune(chosen, path, as_json, tensorboard, optuna_storage)
@@ -135,7 +153,9 @@ def report(dir: Path, out: Path | None) -> None:
 @_DIR
 @click.option("--format", default="python", show_default=True, type=click.Choice(["python", "json", "csv"]))
 @click.option("--best", is_flag=True, help="The best by validation loss instead of the last.")
-@click.option("--steps", default=1000, show_default=True, help="csv: length of the run to write out.")
+@click.option(
+    "--steps", default=1000, show_default=True, type=click.IntRange(1), help="csv: length of the run to write out."
+)
 def export(dir: Path, format: str, best: bool, steps: int) -> None:
     """Print the learnt schedule (of a run, or in a schedule file) as plain Python, JSON or CSV."""
     path = dir
@@ -143,7 +163,7 @@ def export(dir: Path, format: str, best: bool, steps: int) -> None:
         lh.RunDirectory(dir).describe()
         path = dir / ("best.json" if best else "schedule.json")
     if not path.exists():
-        raise lh.RunError(f"{dir} has no schedule yet: its first outer step is not done.")
+        raise lh.RunError(f"{path} is not there: no outer step is done yet, or it was deleted; resume writes it again.")
     schedule = lh.Schedule.load(path)
     text = {
         "python": lambda: exporting.to_python(schedule),
@@ -258,11 +278,13 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     began = time.monotonic()
     task, per_epoch = recipes.task_of(chosen, _download_note(display))
     horizons = recipes.horizons_of(chosen, per_epoch)
+    _check_run(chosen, task, rule, hypers, horizons)
     # Settled now and written down: another number of threads may round differently.
     chosen = replace(chosen, threads=recipes.threads_of(chosen, task))
     torch.set_num_threads(chosen.threads)
     recorders = _recorders(chosen, hypers, path, tensorboard, optuna_storage)
     shown = False
+    done: set[int] = set()  # outer steps of this process
 
     def inner(tuning: Tuning) -> None:
         nonlocal shown
@@ -272,6 +294,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
         display.inner(tuning)
 
     def outer(record: OuterStep) -> None:
+        done.add(record.index)
         for recorder in recorders:
             recorder.step(record)
         display.outer(record)
@@ -301,10 +324,24 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
         display.stop()
         for recorder in recorders:
             recorder.close()
-    seconds = time.monotonic() - began
-    result = _result(chosen, task, rule, hypers, tuned, max(horizons), seconds, display)
-    lh.RunDirectory(path).save_json("result.json", result)
+    # Outer steps of an earlier process count; so does what this one spent around its own.
+    seconds = time.monotonic() - began + sum(record.seconds for record in tuned.history if record.index not in done)
+    try:
+        result = _result(chosen, task, rule, hypers, tuned, max(horizons), seconds, display)
+    except KeyboardInterrupt:
+        raise lh.Interrupted(
+            f"stopped while testing; the schedule is in {path}. Test it with: longhorizon resume {path}"
+        ) from None
+    lh.RunDirectory(path).save_json("result.json", plain(result))
     _conclude(result, tuned, path, as_json, display)
+
+
+def _check_run(chosen: Recipe, task: lh.Task, rule: lh.Rule, hypers: dict[str, lh.Hyper], horizons: list[int]) -> None:
+    """A recipe whose parts do not fit together is a wrong one, not a run that failed."""
+    try:
+        Tuning(task, rule, hypers, steps=horizons, outer_steps=chosen.outer_steps, outer=recipes.outer_of(chosen))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(str(error)) from error
 
 
 def _result(
@@ -330,38 +367,23 @@ def _result(
         return result
     steps = chosen.test_steps or steps
     display.note(f"testing: {chosen.test_seeds} trainings from scratch of {steps} steps each, per schedule")
-    tested = {"learnt": lh.retrain(task, rule, hypers, tuned.schedule, steps=steps, seeds=chosen.test_seeds).summary()}
+    tested = {"learnt": lh.retrain(task, rule, hypers, tuned.schedule, steps=steps, seeds=chosen.test_seeds)}
     if chosen.compare and rule.name == "sgd":
-        for name, (lr, momentum) in off_the_shelf(steps).items():
-            plain = {"lr": lh.Hyper(lr, windows=len(lr)), "momentum": lh.Hyper(momentum)}
-            values = {key: hyper.values() for key, hyper in plain.items()}
-            tested[name] = lh.retrain(task, rule, plain, values, steps=steps, seeds=chosen.test_seeds).summary()
-    return result | {
-        "test": {name: {k: list(v) for k, v in s.items()} for name, s in tested.items()},
-        "test_steps": steps,
-    }
-
-
-def off_the_shelf(steps: int) -> dict[str, tuple[list[float], float]]:
-    """Learning rates (constant or per step) and momentum that people would guess."""
-    cosine = [0.05 * (1 + math.cos(math.pi * t / steps)) for t in range(steps)]
-    return {
-        "constant lr 0.1": ([0.1], 0.0),
-        "constant lr 0.1, momentum 0.9": ([0.1], 0.9),
-        "cosine from 0.1, momentum 0.9": (cosine, 0.9),
-    }
+        tested |= train_off_the_shelf(task, rule, steps, chosen.test_seeds)
+    return result | {"test": {name: found.summary() for name, found in tested.items()}, "test_steps": steps}
 
 
 def _conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool, display: Display) -> None:
     if as_json:
-        print(json.dumps({"event": "result", "dir": str(path), **result}))
+        print(json.dumps({"event": "result", "dir": str(path), **plain(result)}))
         return
     for key in tuned.schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
         print(f"{key:<14} {numbers(tuned.schedule[key], 12)}")
     for name, found in result.get("test", {}).items():
         cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
         print(f"test, {name + ':':<32} {cells}")
-    print(f"{result['outer_steps']} outer steps in {result['seconds']:.1f} s; all of it is in {path}")
+    ending = ", until every step had become small," if result["converged"] else ""
+    print(f"{result['outer_steps']} outer steps{ending} in {result['seconds']:.1f} s; all of it is in {path}")
     print(f"look at it:  longhorizon report {path}")
     print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')
 

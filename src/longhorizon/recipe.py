@@ -183,16 +183,19 @@ def task_of(recipe: Recipe, progress: Any = None) -> tuple[Task, int]:
     from longhorizon import data
 
     model: Any = _load(recipe.model, "model") if ":" in recipe.model else recipe.model
-    images = data.image_data(
-        recipe.data,
-        recipe.batch_size,
-        recipe.val_fraction,
-        device=None if recipe.device == "auto" else recipe.device,
-        dtype=DTYPES[recipe.dtype],
-        root=recipe.data_root or None,
-        progress=progress,
-    )
-    return images.task(model), images.steps_per_epoch
+    try:
+        images = data.image_data(
+            recipe.data,
+            recipe.batch_size,
+            recipe.val_fraction,
+            device=None if recipe.device == "auto" else recipe.device,
+            dtype=DTYPES[recipe.dtype],
+            root=recipe.data_root or None,
+            progress=progress,
+        )
+        return images.task(model), images.steps_per_epoch
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def threads_of(recipe: Recipe, task: Task) -> int:
@@ -270,6 +273,10 @@ def _check(recipe: Recipe, origin: str) -> None:
             raise RecipeError(f"{origin}: {key} = {getattr(recipe, key)}: expected at least {low}.")
     if recipe.clip < 0 or math.isnan(recipe.clip):
         raise RecipeError(f"{origin}: clip = {recipe.clip}: expected a bound, or 0 for none.")
+    if not 0 < recipe.outer_rate < math.inf:
+        raise RecipeError(f"{origin}: outer_rate = {recipe.outer_rate}: expected a positive number.")
+    if not recipe.checkpoint_seconds >= 0:
+        raise RecipeError(f"{origin}: checkpoint_seconds = {recipe.checkpoint_seconds}: expected at least 0.")
     if not 0 < recipe.val_fraction < 1:
         raise RecipeError(f"{origin}: val_fraction = {recipe.val_fraction}: expected a share between 0 and 1.")
     if recipe.engine == "greedy" and recipe.horizon < 1:

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import torch
 
 from longhorizon.functional import Buffers
-from longhorizon.hypers import Hyper
+from longhorizon.hypers import Hyper, window_of
 from longhorizon.problem import environment, make_problem
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
@@ -20,7 +20,7 @@ class Retrained:
 
     Attributes:
         seeds: one training run each.
-        test_loss, metrics: per seed; NaN for a run that diverged.
+        test_loss, metrics: per seed; the loss of a run that diverged is NaN.
         params, buffers: of the last seed.
     """
 
@@ -60,7 +60,11 @@ def retrain(
     if task.test is None:
         raise ValueError("retrain needs data that nothing has seen: give Task(test=lambda: [batches]).")
     test = task.test
-    values = {key: schedule[key] for key in hypers}
+    values = {key: torch.as_tensor(schedule[key], dtype=torch.float64).reshape(-1) for key in hypers}
+    for key, v in values.items():
+        if isinstance(steps, int) and 0 < steps < len(v):  # a window that no step lies in
+            values[key] = v[[window_of(step, steps, len(v)) for step in range(steps)]]
+            hypers = {**hypers, key: replace(hypers[key], start=values[key].tolist(), windows=steps)}
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError(f"retrain(seeds={seeds!r}): expected at least one.")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +86,7 @@ def tune(
         checkpoint_seconds: how often to save inside a training run.
         recipe: a text to keep with the run.
         on_step: called with the record of every outer step.
-        progress: called with the run's state after every inner step.
+        progress: called with the run's state before the first inner step and after every one within an outer step.
 
     Returns:
         The learnt schedule and how it came about.
@@ -113,6 +114,11 @@ def tune(
         directory.begin(settings_of(first) | {"precision": precision}, recipe)
         history = directory.journal()
         tuning = Tuning(task, rule, hypers, **given, saved=_where(directory, history, first))
+        if len({record.index for record in history} & set(range(tuning.index))) < tuning.index:
+            raise RunError(
+                f"{directory.path / 'journal.jsonl'} knows less than the checkpoint, which is at outer step "
+                f"{tuning.index + 1}: part of it was deleted. Put it back, or delete checkpoint.pt to go on from it."
+            )
         history = [record for record in history if record.index < tuning.index]
         with environment(precision):
             _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
@@ -128,7 +134,7 @@ def settings_of(tuning: Tuning) -> dict[str, Any]:
         "rule": {"name": tuning.rule.name, "defaults": tuning.rule.defaults, "options": tuning.rule.options},
         "hypers": {key: _hyper_settings(hyper) for key, hyper in tuning.hypers.items()},
         "steps": tuning.horizons,
-        "outer": re.sub(r" at 0x\w+", "", str(outer.make)) if isinstance(outer, TorchOuter) else str(outer),
+        "outer": re.sub(r" at 0x\w+", "", str(outer.make if isinstance(outer, TorchOuter) else outer)),
         "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},
         "seed": tuning.seed,
         "seeds": tuning.seeds,
@@ -144,6 +150,8 @@ def _drive(
     progress: Callable[[Tuning], None] | None,
 ) -> None:
     saved_at = time.monotonic()
+    if progress is not None and not tuning.done:
+        progress(tuning)
     with _stop_signals(directory is not None) as asked:
         while not tuning.done:
             record = tuning.advance()
@@ -199,7 +207,7 @@ def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> 
             f"{directory.path} has lost its checkpoint, and with it the state of its torch.optim outer optimizer; "
             "start again in another directory."
         )
-    good = [record for record in history if record.val_loss == record.val_loss]
+    good = [r for r in history if isfinite(r.val_loss) and any(m.isfinite().any() for m in r.mean.values())]
     longest = max((record.steps for record in good), default=0)
     best = min((r for r in good if r.steps == longest), key=lambda r: r.val_loss, default=None)
     last = history[-1]

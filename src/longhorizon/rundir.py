@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -86,6 +87,8 @@ class RunDirectory:
                     f"{self.path} holds another run: {_first_difference(there['settings'], _jsonable(settings))}. "
                     "Choose another directory, or use the settings it was begun with."
                 )
+            if recipe is not None and recipe != there.get("recipe"):  # more outer steps: so will it be when resumed
+                self.save_json("run.json", there | {"recipe": recipe})
             return
         if (self.path / "journal.jsonl").exists() or (self.path / "checkpoint.pt").exists():
             raise RunError(
@@ -98,6 +101,7 @@ class RunDirectory:
                 {
                     "format": FORMAT,
                     "fingerprint": print_,
+                    "id": uuid4().hex,
                     "settings": _jsonable(settings),
                     "recipe": recipe,
                     "environment": environment_record(),
@@ -209,7 +213,9 @@ class RunDirectory:
             _sync_directory(self.path)
 
     def _fingerprint(self) -> str:
-        return str(self.describe()["fingerprint"])
+        """Of the run that a checkpoint belongs to; equal settings may go with another model or other data."""
+        there = self.describe()
+        return f"{there['fingerprint']}{there.get('id', '')}"
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

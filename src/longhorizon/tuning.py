@@ -49,7 +49,7 @@ class OuterStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; floats keep all their digits."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "OuterStep":
@@ -293,15 +293,16 @@ def _at_least_one(name: str, value: int) -> int:
     return int(value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON takes it: tensors as lists, and null for what is not finite."""
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no NaN
     if isinstance(value, Mapping):
-        return {str(key): _plain(v) for key, v in value.items()}
+        return {str(key): plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value
 
 
