@@ -56,6 +56,7 @@ CALLS = {
     "steps 0": ({"steps": 0}, ValueError, r"steps=0: a training run needs at least 1 step"),
     "steps negative": ({"steps": -3}, ValueError, r"steps=-3"),
     "steps float": ({"steps": 8.0}, TypeError, r"steps=8.0: expected a whole number"),
+    "seed float": ({"seed": 1.5}, TypeError, r"seed=1.5: expected a whole number"),
     "steps bool": ({"steps": True}, TypeError, r"steps=True: expected a whole number"),
     "no task": ({"task": mlp}, TypeError, r"task=.*: expected a Task"),
     "no rule": ({"rule": "sgd"}, TypeError, r"rule='sgd': expected a rule such as longhorizon.sgd\(\)"),

@@ -121,6 +121,8 @@ def test_search_range_is_gamma_times_outer_steps_within_bounds():
         (lambda: as_outer("sign"), "outer='sign': expected lh.SignDescent"),
         (lambda: as_outer(lh.SignDescent), "expected lh.SignDescent"),
         (lambda: lh.SignDescent(factor=1.0), "factor=1.0"),
+        (lambda: lh.GradientDescent(rate=-1.0), "rate=-1.0"),
+        (lambda: lh.GradientDescent(rate={"lr": float("nan")}), "expected positive numbers"),
         (lambda: lh.SignDescent(tolerance=2.0), "tolerance=2.0"),
         (lambda: lh.GradientDescent({"momentum": 0.1}).init(hypers()), "no rate for hyperparameter 'lr'"),
         (lambda: step_size("smoothing", lh.Hyper(0.1)), "'smoothing' has no `step`"),

@@ -92,6 +92,11 @@ class GradientDescent:
 
     rate: float | Mapping[str, float] = 0.1
 
+    def __post_init__(self) -> None:
+        for rate in self.rate.values() if isinstance(self.rate, Mapping) else [self.rate]:
+            if not 0 < rate < math.inf:
+                raise ValueError(f"GradientDescent(rate={self.rate}): expected positive numbers.")
+
     def init(self, hypers: Mapping[str, Hyper]) -> State:
         rates = self.rate if isinstance(self.rate, Mapping) else dict.fromkeys(hypers, self.rate)
         for key in _learnt(hypers):
@@ -156,8 +161,9 @@ def as_outer(outer: Any) -> Outer:
     if callable(outer) and not hasattr(outer, "update"):
         return TorchOuter(outer)
     if not hasattr(outer, "update") or isinstance(outer, type):
+        shown = f"an {type(outer).__name__} object" if isinstance(outer, torch.optim.Optimizer) else repr(outer)
         raise ValueError(
-            f"outer={outer!r}: expected lh.SignDescent(), lh.GradientDescent(), or a function from parameters to a "
+            f"outer={shown}: expected lh.SignDescent(), lh.GradientDescent(), or a function from parameters to a "
             "torch.optim optimizer, e.g. functools.partial(torch.optim.Adam, lr=0.02)."
         )
     return outer  # type: ignore[no-any-return]

@@ -138,6 +138,7 @@ def make_problem(
     if not isinstance(rule, Rule):
         raise TypeError(f"rule={rule!r}: expected a rule such as longhorizon.sgd().")
     check_hypers(hypers, steps)
+    seed = seeds.checked(seed)
     chosen = _chosen_values(hypers, values)
     seeds.seed_all(seeds.mix(seed, seeds.INIT))
     functional = Functional(task, task.model())

@@ -101,7 +101,6 @@ class RunDirectory:
                 {
                     "format": FORMAT,
                     "fingerprint": print_,
-                    "id": uuid4().hex,
                     "settings": _jsonable(settings),
                     "recipe": recipe,
                     "environment": environment_record(),
@@ -215,7 +214,7 @@ class RunDirectory:
     def _fingerprint(self) -> str:
         """Of the run that a checkpoint belongs to; equal settings may go with another model or other data."""
         there = self.describe()
-        return f"{there['fingerprint']}{there.get('id', '')}"
+        return f"{there['fingerprint']}{there.get('environment', {}).get('run', '')}"
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -236,6 +235,7 @@ def environment_record() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cuda": device,
         "threads": torch.get_num_threads(),
+        "run": uuid4().hex,  # tells runs of equal settings apart
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": [os.path.basename(sys.argv[0]), *sys.argv[1:]] if sys.argv and sys.argv[0] else [],
     }

@@ -8,6 +8,7 @@ checkpoint, and no generator state has to be stored.
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ def mix(*parts: int) -> int:
         state = (state ^ state >> 30) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state >> 1
+
+
+def checked(seed: object) -> int:
+    """A user's seed, or an error that shows it."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise TypeError(f"seed={seed!r}: expected a whole number.")
+    return int(seed)
 
 
 def seed_torch(seed: int) -> None:

@@ -89,7 +89,7 @@ class Tuning:
         self.seeds = _at_least_one("seeds", seeds)
         self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
         check_engine(engine)
-        self.engine, self.why, self.seed = engine, "", seed
+        self.engine, self.why, self.seed = engine, "", seeding.checked(seed)
         check_hypers(hypers, min(self.horizons))
         check_names(rule, hypers, task.has_learnt_loss)
         if saved is None:
