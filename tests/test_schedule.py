@@ -215,6 +215,19 @@ def test_exported_python_runs_alone_and_gives_the_same_values():
             scheduler.step()
 
 
+def test_exported_python_refuses_a_label_no_group_has():
+    space: dict = {}
+    exec(to_python(lh.Schedule({"lr/head": (0.1,)}, {"name": "sgd"})), space)
+    with pytest.raises(ValueError, match="no parameter group has the name 'head', for which 'lr/head' was learnt"):
+        space["set_hyperparameters"](torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 0, 2)
+
+
+def test_the_exported_head_names_both_betas_while_one_of_them_is_fixed():
+    rule = {"name": "adam", "defaults": {"beta1": 0.9, "beta2": 0.99}}
+    assert "betas=(0.9, 0.99)" in to_python(lh.Schedule({"beta1": (0.8,)}, rule))
+    assert "betas=" not in to_python(lh.Schedule({"beta1": (0.8,), "beta2": (0.9,)}, rule))
+
+
 def test_exported_csv_has_a_row_per_step():
     rows = to_csv(SCHEDULE, 6).splitlines()
     assert rows[0] == "step,lr,momentum"

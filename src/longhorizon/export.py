@@ -24,13 +24,19 @@ def hyperparameters(step, total_steps):
 
 _SETTER = '''
 
+def _names(group):
+    name = group.get("name") or ()
+    return (name,) if isinstance(name, str) else name
+
+
 def set_hyperparameters(optimizer, step, total_steps):
     """Put the values of a step into a torch optimizer's parameter groups."""
     for name, value in hyperparameters(step, total_steps).items():
         argument, _, label = name.partition("/")
+        if label and not any(label in _names(group) for group in optimizer.param_groups):
+            raise ValueError(f"no parameter group has the name {{label!r}}, for which {{name!r}} was learnt")
         for group in optimizer.param_groups:
-            own = group.get("name") or ()
-            own = (own,) if isinstance(own, str) else own
+            own = _names(group)
             if label and label not in own or not label and any(f"{{argument}}/{{n}}" in SCHEDULE for n in own):
                 continue
             if argument in ("beta1", "beta2"):
@@ -67,6 +73,6 @@ def _twin(schedule: Schedule) -> str:
     fixed = {k: v for k, v in schedule.rule.get("defaults", {}).items() if k not in scheduled and "beta" not in k}
     betas = {k: v for k, v in schedule.rule.get("defaults", {}).items() if "beta" in k}
     parts = [f"{k}={v!r}" for k, v in {**fixed, **schedule.rule.get("options", {})}.items() if k != "grad_clip"]
-    if betas and not scheduled & set(betas):
+    if betas and not set(betas) <= scheduled:
         parts.append(f"betas=({betas['beta1']!r}, {betas['beta2']!r})")
     return f"{twin}(…{''.join(', ' + p for p in parts)})" if twin else "the optimizer it was learnt with"
