@@ -37,6 +37,7 @@ def test_engines_agree_with_central_differences_and_each_other(name, rule):
     engines = {label: make(case.steps) for label, make in ENGINES.items()}
     if name == "quadratic" or (rule == "sgd" and name not in VARIANTS):  # tracing takes seconds: not every pair
         engines["forward, traced"] = lh.Forward(chunk=2, compile=True)  # two shapes, however many windows
+        engines["adjoint, traced"] = lh.Adjoint(store="all", compile=True)
     results = {label: compute(case, setting, engine) for label, engine in engines.items()}
     assert all(h.status.ok for h in results.values())
     off = {label: relative(h.grad, truth) for label, h in results.items()}
@@ -83,7 +84,12 @@ def test_losses_of_a_regression(name):
         val=lambda seed: batches(seed + 1)[:2],
     )
     hypers = {"lr": lh.Hyper(0.02, windows=2), "momentum": lh.Hyper(0.5)}
-    engines = lh.Forward(compile=False), lh.Forward(chunk=3, compile=True), lh.Adjoint(), lh.FiniteDifference()
+    engines = (
+        lh.Forward(compile=False),
+        lh.Forward(chunk=3, compile=True),
+        lh.Adjoint(compile=True),
+        lh.FiniteDifference(),
+    )
     found = [lh.hypergradient(task, lh.sgd(), hypers, steps=6, engine=engine) for engine in engines]
     assert max(relative(h.grad, found[0].grad) for h in found[:3]) <= 1e-9
     assert relative(found[3].grad, found[0].grad) <= 1e-6

@@ -91,14 +91,14 @@ def _trace(
     expected = plain(*args)
     try:
         reseed()
+        flat = _Flat(fn, args)
+        tensors = flat.tensors(args)
         # make_fx notes every result's shape as a tensor of a mode without data. It would make one mode, with a stack
         # trace, per operation, which is half of the tracing time; the context offers it one for all.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-            graph = make_fx(torch.func.functionalize(fn))(*args)
+            graph = make_fx(torch.func.functionalize(flat))(*tensors)
         simplify(graph)
-        made: Callable[..., Any] = graph
-        if _on_cuda(args):
-            made = cuda.compiled(graph, args, reseed)
+        made = flat.around(cuda.compiled(graph, tensors, reseed) if any(t.is_cuda for t in tensors) else graph)
         reseed()
         difference = _difference(expected, made(*args))
     except Exception as error:  # tracing may fail in any way a user's model can invent
@@ -115,8 +115,38 @@ def _trace(
     return made
 
 
-def _on_cuda(args: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.is_cuda for x in pytree.tree_leaves(args))
+class _Flat:
+    """A function of trees as a function of tensors. What is no tensor, in or out, is fixed."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]):
+        leaves, self._spec = pytree.tree_flatten(args)
+        self._fn = fn
+        self._fixed = [None if isinstance(x, Tensor) else x for x in leaves]
+        self._places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+    def tensors(self, args: tuple[Any, ...]) -> list[Tensor]:
+        leaves = pytree.tree_leaves(args)
+        return [leaves[i] for i in self._places]
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        leaves = list(self._fixed)
+        for i, tensor in zip(self._places, tensors, strict=True):
+            leaves[i] = tensor
+        out, self._out_spec = pytree.tree_flatten(self._fn(*pytree.tree_unflatten(leaves, self._spec)))
+        self._out_fixed = [None if isinstance(x, Tensor) else x for x in out]
+        self._out_places = [i for i, x in enumerate(out) if isinstance(x, Tensor)]
+        return [out[i] for i in self._out_places]
+
+    def around(self, made: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of trees again, from what its trace became."""
+
+        def call(*args: Any) -> Any:
+            out = list(self._out_fixed)
+            for i, tensor in zip(self._out_places, made(*self.tensors(args)), strict=True):
+                out[i] = tensor
+            return pytree.tree_unflatten(out, self._out_spec)
+
+        return call
 
 
 def _difference(expected: Any, got: Any) -> str | None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 Precision = Literal["float32", "tf32"]
 
@@ -37,11 +38,13 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[2]
 
 
-def compiled(graph: fx.GraphModule, args: tuple[Any, ...], reseed: Callable[[], None]) -> Callable[..., Any]:
+def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], None]) -> Callable[..., list[Tensor]]:
     """A traced function compiled for the GPU that its arguments are on, for arguments of these shapes."""
-    # A user's process may have compiled much else; each of our graphs is one function with one shape.
-    fast: Callable[..., Any] = torch.compile(graph, fullgraph=True, dynamic=False)
     with torch.no_grad():
+        try:
+            fast = _inductor(graph, args)
+        except Exception:  # another release of torch, where the short way may be another one
+            fast = torch.compile(graph, fullgraph=True, dynamic=False)
         reseed()
         fast(*args)
         if _is_random(graph):
@@ -49,33 +52,43 @@ def compiled(graph: fx.GraphModule, args: tuple[Any, ...], reseed: Callable[[], 
         return Recorded(fast, args)
 
 
+def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Torch's compiler without Dynamo in front of it, which would take a flat graph apart to put it together again.
+
+    Half of the cold start. Shapes are static; the mode with a (then empty) ShapeEnv is what the cache on disk asks for.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
+    shapes = [mode.from_tensor(x, static_shapes=True) for x in args]
+    with tracing(TracingContext(mode)):
+        made: Any = compile_fx(graph, shapes)
+    fast: Callable[..., list[Tensor]] = made
+    return fast
+
+
 class Recorded:
     """A function as a CUDA graph: arguments are copied into fixed places, results out of them."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]):
-        flat, self._spec = pytree.tree_flatten(args)
-        self._static = [x.clone() if isinstance(x, Tensor) else x for x in flat]
-        self._places = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-        fixed = pytree.tree_unflatten(self._static, self._spec)
+    def __init__(self, fn: Callable[..., Any], args: list[Tensor]):
+        self._args = [x.clone() for x in args]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                fn(*fixed)
+                fn(*self._args)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            out = fn(*fixed)
-        self._out, self._out_spec = pytree.tree_flatten(out)
+            self._out = list(fn(*self._args))
 
-    def __call__(self, *args: Any) -> Any:
-        flat = pytree.tree_leaves(args)
-        _copy([self._static[i] for i in self._places], [flat[i] for i in self._places])
+    def __call__(self, *args: Tensor) -> list[Tensor]:
+        _copy(self._args, list(args))
         self._graph.replay()
-        fresh = [torch.empty_like(x) if isinstance(x, Tensor) else x for x in self._out]
-        places = [i for i, x in enumerate(self._out) if isinstance(x, Tensor)]
-        _copy([fresh[i] for i in places], [self._out[i] for i in places])
-        return pytree.tree_unflatten(fresh, self._out_spec)
+        fresh = [torch.empty_like(x) for x in self._out]
+        _copy(fresh, self._out)
+        return fresh
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:

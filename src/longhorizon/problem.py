@@ -45,6 +45,7 @@ class Problem:
         self.device = device_of(params)
         self.dtype = next(iter(params.values())).dtype
         self._on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
+        self.draws = False  # whether a training step draws random numbers; seen when the losses are first called
         self.learnt = [key for key, hyper in self.hypers.items() if hyper.learn]
         self.n_values = sum(self.hypers[key].windows for key in self.learnt)
         self.n_params = sum(p.numel() for p in params.values())
@@ -214,8 +215,11 @@ def _check_losses(problem: Problem) -> None:
     ):
         name = "loss" if loss is problem.task.loss else "val_loss"
         problem.seed_step(0)
+        generators = seeds.torch_state()
         with torch.no_grad():
             value, _ = functional.loss(state.params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
+        if part == "train":
+            problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
             raise TypeError(f"Task.{name} returned {type(value).__name__} on a {part} batch: expected a scalar tensor.")
         if value.ndim != 0 or not value.is_floating_point():

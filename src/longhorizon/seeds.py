@@ -52,6 +52,11 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
+def torch_state() -> list[torch.Tensor]:
+    """The state of torch's generators, to see whether something drew from them."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+
+
 @contextmanager
 def isolated() -> Iterator[None]:
     """Leave the caller's random generators as they were."""

@@ -214,9 +214,9 @@ class AdjointRun:
     def _step_back(
         self, state: State, step: int, cotangent: State, clip: float | None
     ) -> tuple[State, dict[str, Tensor], Tensor]:
-        """The VJP of a step, compiled if that was decided."""
+        """The VJP of a step, compiled if that was decided and the step is a pure function."""
         problem = self.problem
-        if not self.compile:
+        if not self.compile or problem.draws:
             return step_back(problem, state, step, cotangent, clip)
         batch, hypers = problem.batch(step), problem.hypers_at(step)
         problem.seed_step(step)
