@@ -1,7 +1,7 @@
 """What an inner step costs, in plain gradients: every engine, for 1, 3, 9 and 30 learnt values.
 
     python benchmarks/step_cost.py                                      LeNet, 28 px, batch 128, two threads: 3 minutes
-    python benchmarks/step_cost.py --device cuda --model wrn16 --batch 256
+    python benchmarks/step_cost_gpu.py                                  WRN-16-1 on a GPU, with compiled rows and JAX
 
 All methods take the same step from the same state, with the same tangents, in one process; repeats go round robin, so
 that a busy moment of the machine hits all of them, and rounds in which the plain gradient was slow are repeated. Rows:
@@ -44,7 +44,7 @@ from longhorizon.problem import Problem
 
 COUNTS = (1, 3, 9, 30)
 VALUES = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
-MODELS = {"lenet": (1, 28), "wrn16": (3, 32)}  # channels and side of an image
+MODELS = {"lenet": (1, 28), "wrn16": (3, 32), "resnet18": (3, 32)}  # channels and side of an image
 CALM = 1.4  # a plain gradient that takes longer than this times the fastest was disturbed
 CHUNK = 10  # columns at once, where there are more than that
 STRETCH = 400  # steps in a window, so that every repeat lies in the last one
@@ -52,7 +52,7 @@ STRETCH = 400  # steps in a window, so that every repeat lies in the last one
 
 def make_model(name: str) -> nn.Module:
     channels, side = MODELS[name]
-    return models.make({"wrn16": "wrn-16-1"}.get(name, name), channels=channels, size=side)
+    return models.make({"wrn16": "wrn-16-1", "resnet18": "resnet-18"}.get(name, name), channels=channels, size=side)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -88,8 +88,13 @@ class Setting:
         return self.problem.hypers["lr"].windows
 
 
-def make_setting(model: str, n: int, size: int, device: str, dtype: torch.dtype) -> Setting:
-    """N = 1 is one learning rate; otherwise n / 3 windows each of learning rate, momentum and weight decay."""
+def make_setting(
+    model: str, n: int, size: int, device: str, dtype: torch.dtype, like: Problem | None = None
+) -> Setting:
+    """N = 1 is one learning rate; otherwise n / 3 windows each of learning rate, momentum and weight decay.
+
+    If n is no multiple of three, the learning rate has the windows that are left over.
+    """
     channels, side = MODELS[model]
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(size, channels, side, side, generator=generator).to(device, dtype)
@@ -98,13 +103,14 @@ def make_setting(model: str, n: int, size: int, device: str, dtype: torch.dtype)
     keys = ["lr"] if n == 1 else list(VALUES)
     windows = n // len(keys)
     hypers = {key: lh.Hyper(VALUES[key], windows=windows) for key in keys}
-    problem = problems.make_problem(task, lh.sgd(**VALUES), hypers, windows * STRETCH, seed=0)
+    hypers["lr"] = lh.Hyper(VALUES["lr"], windows=n - windows * (len(keys) - 1))
+    problem = problems.make_problem(task, lh.sgd(**VALUES), hypers, windows * STRETCH, seed=0, like=like)
     torch.manual_seed(0)  # drawn in float32 for both precisions: the same numbers
     params = {name: p.detach().to(device, dtype) for name, p in make_model(model).named_parameters()}
     state = problem.start._replace(params=params)
     tangents = [torch.randn(n, *p.shape, generator=generator).to(device, dtype) for p in params.values()]
     tangents += [x.new_zeros(n, *x.shape) for x in tree.split(state)[0][len(params) :]]
-    return Setting(problem, state, tangents, (windows - 1) * STRETCH, batch, keys)
+    return Setting(problem, state, tangents, problem.steps - 1, batch, keys)
 
 
 # Methods. Each takes a setting and returns (repeat the step, what its error is judged by).

@@ -26,6 +26,8 @@ from longhorizon.inner import Hypers, Inner, State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
+AT_ONCE = 10  # columns of a compiled step on a GPU: more gain nothing, and take memory and another compilation
+
 _OUT_DIMS: Any = (None, None, 0)
 Tangents = list[Tensor]  # one per float leaf of the state, columns first
 
@@ -40,7 +42,8 @@ class Forward:
     Args:
         clip: elementwise bound on H·Z (the paper uses 1 to 100, mostly 10). The hypergradient is then no longer exact,
             but one batch cannot dominate it.
-        chunk: how many columns to push through the model at once; lower it to save memory.
+        chunk: how many columns to push through the model at once; lower it to save memory. By default all, and about
+            ten where the step is compiled for a GPU.
         compile: "auto" traces the step to plain tensor operations where a run is long enough to pay for it; True always
             traces, False never does. A traced step is compared with the plain one before it is used.
     """
@@ -56,7 +59,7 @@ class Forward:
             )
         chunk = self.chunk
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-            raise ValueError(f"Forward(chunk={chunk!r}): expected a whole number of columns, or None for all at once.")
+            raise ValueError(f"Forward(chunk={chunk!r}): expected a whole number of columns, or None to let it choose.")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"Forward(compile={self.compile!r}): expected True, False or 'auto'.")
 
@@ -84,6 +87,8 @@ class ForwardRun:
         self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
         # On a GPU one compiled shape serves all: columns that have not begun are zeros.
         self._padded = problem.device.type == "cuda" and self._compiles(0)
+        parts = -(-len(self.columns) // AT_ONCE)
+        self._chunk = engine.chunk or (-(-len(self.columns) // parts) if self._padded else None)
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
         if saved is None:
@@ -127,7 +132,7 @@ class ForwardRun:
         count = self.active(t)
         tangents = [_grown(leaf, count) for leaf in self.tangents]
         hypers, ones = problem.hypers_at(t), self._ones(t, count)
-        size = self.engine.chunk or (len(self.columns) if self._padded else count)
+        size = self._chunk or count
         if self._padded:
             full = -(-count // size) * size
             tangents = [_grown(leaf, full) for leaf in tangents]
