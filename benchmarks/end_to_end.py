@@ -86,7 +86,7 @@ def bookkeeping(problem: Problem, device: str) -> dict[str, float]:
     began = synchronised(device)
     for _ in range(repeats):
         step(run.state, batch, hypers, run.tangents, ones)
-    took["bare step"] = synchronised(device) - began
+    took["bare_step"] = synchronised(device) - began
     return {f"{name}_ms": round(seconds / repeats * 1e3, 4) for name, seconds in took.items()}
 
 
