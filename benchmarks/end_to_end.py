@@ -82,7 +82,7 @@ def bookkeeping(problem: Problem, device: str) -> dict[str, float]:
     for t in range(repeats):
         batch = problem.batch(t)
     took["batch"] = synchronised(device) - began
-    step, hypers, ones = run._step(0), problem.hypers_at(run.t), run._ones(run.t, len(run.columns))
+    step, hypers, ones = run._step(0), problem.hypers_at(run.t), run._ones(run.t, len(run.tangents[0]))
     began = synchronised(device)
     for _ in range(repeats):
         step(run.state, batch, hypers, run.tangents, ones)

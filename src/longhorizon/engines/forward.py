@@ -85,10 +85,12 @@ class ForwardRun:
         self.starts = [column[0] for column in self.columns]
         self._edges = sorted({*self.starts, problem.steps})  # where the number of columns changes
         self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
-        # On a GPU one compiled shape serves all: columns that have not begun are zeros.
+        # On a GPU one compiled shape serves all: columns that have not begun are zeros, and so are those that fill up
+        # the last chunk.
         self._padded = problem.device.type == "cuda" and self._compiles(0)
         parts = -(-len(self.columns) // AT_ONCE)
         self._chunk = engine.chunk or (-(-len(self.columns) // parts) if self._padded else None)
+        self._units: tuple[Any, Hypers] = (None, {})  # of the windows in hand
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
         if saved is None:
@@ -112,7 +114,7 @@ class ForwardRun:
         return {
             "t": self.t,
             "state": tree.pack(self.state),
-            "tangents": tree.pack(self.tangents),
+            "tangents": tree.pack([leaf[: self.active(self.t - 1)] for leaf in self.tangents]),
             "bad": self._bad.clone(),
             "watch": self.watch.save(),
         }
@@ -128,31 +130,31 @@ class ForwardRun:
 
     def advance(self) -> None:
         problem, t = self.problem, self.t
-        batch = problem.batch(t)
+        batch, hypers = problem.batch(t), problem.hypers_at(t)
         count = self.active(t)
-        tangents = [_grown(leaf, count) for leaf in self.tangents]
-        hypers, ones = problem.hypers_at(t), self._ones(t, count)
         size = self._chunk or count
-        if self._padded:
-            full = -(-count // size) * size
-            tangents = [_grown(leaf, full) for leaf in tangents]
-            ones = {key: _grown(one, full) for key, one in ones.items()}
-        parts = []
+        width = -(-count // size) * size if self._padded else count
+        if len(self.tangents[0]) < width:
+            self.tangents = [_grown(leaf, width) for leaf in self.tangents]
+        elif self._padded and (before := self.active(t - 1)) < count:  # a zero times an infinity may have been there
+            self.tangents = [_grown(_grown(leaf[:before], count), width) for leaf in self.tangents]
+        ones = self._ones(t, width)
+        parts, checks = [], []
         try:
-            for low in range(0, len(tangents[0]), size):
+            for low in range(0, width, size):
                 part = slice(low, low + size)
+                some = self.tangents if size >= width else [leaf[part] for leaf in self.tangents]
                 problem.seed_step(t)
-                state, dstate, loss = self._step(t)(
-                    self.state, batch, hypers, [leaf[part] for leaf in tangents], {k: o[part] for k, o in ones.items()}
+                state, dstate, loss, finite = self._step(t)(
+                    self.state, batch, hypers, some, {key: one[part] for key, one in ones.items()}
                 )
                 parts.append(dstate)
+                checks.append(finite)
         except (RuntimeError, NotImplementedError) as error:
             raise explain(error, "Forward") from error
         self.state = state
         self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
-        self.tangents = [leaf[:count] for leaf in self.tangents] if self._padded else self.tangents
-        finite = torch.stack([_rows(leaf).sum(1) for leaf in self.tangents]).isfinite().all(0)
-        bad = self._bad[:count]
+        finite, bad = torch.cat(checks)[:count], self._bad[:count]
         self._bad[:count] = torch.where((bad < 0) & ~finite, t, bad)
         self.failed = self.watch.see(t, loss)
         self.t += 1
@@ -164,7 +166,7 @@ class ForwardRun:
             return finish(problem, str(self.engine), nothing(problem), torch.nan, self.state, status, self.watch.losses)
         val_loss, cotangents, direct = problem.validate(self.state, problem.steps)
         pairs = zip(tree.split(cotangents)[0], self.tangents, strict=True)
-        flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)
+        flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)[: len(self.columns)]
         ends = (self._bad < 0) & ~flat.isfinite() & val_loss.isfinite()
         self._bad = torch.where(ends, problem.steps - 1, self._bad)
         flat = torch.where(self._bad < 0, flat, torch.nan)
@@ -177,15 +179,15 @@ class ForwardRun:
         status = Status("tangent", int(bad.min())) if len(bad) else Status()
         return finish(problem, str(self.engine), grads, val_loss, self.state, status, self.watch.losses)
 
-    def _ones(self, step: int, count: int) -> Hypers:
+    def _ones(self, step: int, width: int) -> Hypers:
         """dλ/dλ: per key, one column has a 1, that of the window the step lies in."""
         problem = self.problem
-        ones = {}
-        for key in problem.learnt:
-            one = torch.zeros(count, dtype=problem.dtype, device=problem.device)
-            one[self._place[key, problem.window(key, step)]] = 1
-            ones[key] = one
-        return ones
+        places = tuple(self._place[key, problem.window(key, step)] for key in problem.learnt)
+        if self._units[0] != (places, width):  # a window has begun
+            units = torch.zeros(len(places), width, dtype=problem.dtype, device=problem.device)
+            units[range(len(places)), places] = 1
+            self._units = (places, width), dict(zip(problem.learnt, units, strict=True))
+        return self._units[1]
 
     def _compiles(self, t: int) -> bool:
         """Whether the step is traced: where enough steps share its shape."""
@@ -195,15 +197,17 @@ class ForwardRun:
             return self.problem.steps >= compile.WORTH_COMPILING
         return self.stretch(t) >= compile.WORTH_TRACING
 
-    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor]]:
+    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor, Tensor]]:
         """The batched step, traced where that pays."""
         engine, problem = self.engine, self.problem
         inner = problem.inner
 
         def step(
             state: State, batch: Any, hypers: Hypers, tangents: Tangents, ones: Hypers
-        ) -> tuple[State, Tangents, Tensor]:
-            return tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+        ) -> tuple[State, Tangents, Tensor, Tensor]:
+            state, tangents, loss = tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+            sums = [_rows(leaf).sum(1) for leaf in tangents]
+            return state, tangents, loss, torch.stack(sums).isfinite().all(0)
 
         if self._compiles(t):
             return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
