@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import longhorizon as lh
 from longhorizon import compile, swaps, tree
+from longhorizon.engines import adjoint
 from longhorizon.engines.entry import compute
 from longhorizon.engines.forward import tangent_step
 from longhorizon.problem import environment, make_problem
@@ -262,3 +263,22 @@ def test_both_ways_of_a_fork_were_taken():
     }
     assert signs == {True, False}
     assert {name for name, _ in model.named_parameters()} == p.start.params.keys()
+
+
+def test_a_long_run_on_the_cpu_traces_its_steps_back(monkeypatch):
+    monkeypatch.setattr(adjoint, "WORTH_TRACING_BACK", 9)
+    case, engine = problem("batchnorm-eval"), lh.Adjoint()
+    with environment():
+        p = make_problem(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=2)}, 9, 0)
+        found = compute(p, engine)
+        assert [key for key, _, _ in p.inner.cache] == [("back", None)]
+        plain = compute(make_problem(case.task, lh.sgd(), p.hypers, 9, 0), lh.Adjoint(compile=False))
+    torch.testing.assert_close(found.grad["lr"], plain.grad["lr"], rtol=1e-10, atol=0)
+
+
+def test_a_step_back_that_draws_random_numbers_is_not_traced():
+    with environment():
+        p = make_problem(problem("dropout").task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 9, 0)
+        assert p.draws
+        compute(p, lh.Adjoint(compile=True))
+        assert "back" not in str([key for key, _, _ in p.inner.cache])

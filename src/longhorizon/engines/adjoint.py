@@ -24,6 +24,7 @@ from longhorizon.inner import Hypers, State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
+WORTH_TRACING_BACK = 300  # steps of a run on the CPU that pay for tracing the step back
 MEMORY_SHARE = 0.5  # of the free memory that a trajectory (and kept batches) may take
 
 
@@ -41,7 +42,8 @@ class Adjoint:
         clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal).
         per_step: also return the hypergradient of every single step.
         compile: "auto" compiles both the step and the step back on a GPU, if the run is long and all states are kept
-            (a replay needs kernels that give the same bits twice); True always, False never.
+            (a replay needs kernels that give the same bits twice), and traces the step back of a long run on the CPU;
+            True always, False never.
     """
 
     store: Literal["auto", "all", "sqrt"] = "auto"
@@ -104,6 +106,8 @@ class AdjointRun:
         self.keep_all = engine.keeps_all(problem)
         worth = problem.device.type == "cuda" and self.keep_all and problem.steps >= compile.WORTH_COMPILING
         self.compile = worth if engine.compile == "auto" else engine.compile
+        on_cpu = engine.compile == "auto" and problem.device.type == "cpu"
+        self.compile_back = self.compile or (on_cpu and problem.steps >= WORTH_TRACING_BACK)
         problem.batches.keep()
         _check_kept_batches(problem)
         self.watch = watch or Watch(problem, saved and saved["watch"])
@@ -216,7 +220,7 @@ class AdjointRun:
     ) -> tuple[State, dict[str, Tensor], Tensor]:
         """The VJP of a step, compiled if that was decided and the step is a pure function."""
         problem = self.problem
-        if not self.compile or problem.draws:
+        if not self.compile_back or problem.draws:
             return step_back(problem, state, step, cotangent, clip)
         batch, hypers = problem.batch(step), problem.hypers_at(step)
         problem.seed_step(step)
