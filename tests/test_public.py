@@ -16,8 +16,13 @@ PACKAGE = Path(lh.__file__).parent
 # torch and numpy). What is built on the core may import all of it; the core knows nothing of that.
 LAYERS = [
     ["engines"],
+    ["accuracy"],
     ["problem"],
     ["result", "compile"],
+    ["simplify"],
+    ["swaps"],
+    ["convolution"],
+    ["kernels"],
     ["inner"],
     ["functional"],
     ["batches"],

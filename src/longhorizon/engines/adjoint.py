@@ -200,20 +200,7 @@ class AdjointRun:
 
     def _step(self, state: State, step: int) -> tuple[State, Tensor]:
         """One training step, compiled if that was decided."""
-        problem = self.problem
-        if not self.compile:
-            return problem.train_step(state, step)
-        inner, batch = problem.inner, problem.batch(step)
-        problem.seed_step(step)
-        fast = compile.traced(
-            lambda state, batch, hypers: inner.pure_step(state, batch, hypers),  # make_fx counts a method's self
-            inner.cache,
-            "step",
-            lambda: problem.seed_step(step),
-            inner.step,
-        )
-        new_state, loss = fast(state, batch, problem.hypers_at(step))
-        return new_state, loss
+        return (self.problem.compiled_step if self.compile else self.problem.train_step)(state, step)
 
     def _step_back(
         self, state: State, step: int, cotangent: State, clip: float | None

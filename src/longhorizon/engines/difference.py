@@ -72,7 +72,7 @@ class DifferenceRun:
         return Progress("train", len(self.losses) * steps + (0 if self.done else self.t), self.total * steps)
 
     def advance(self) -> None:
-        self.state, loss = self._shifted.train_step(self.state, self.t)
+        self.state, loss = self._shifted.stepper(self.total * self.problem.steps)(self.state, self.t)
         if self.t == 0:
             self._check_first(loss)
         self.t += 1
