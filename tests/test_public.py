@@ -27,11 +27,16 @@ LAYERS = [
     ["functional"],
     ["batches"],
     ["task", "rules", "hypers"],
-    ["tree", "seeds", "cuda"],
+    ["tree", "seeds", "cuda", "meter"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-ENGINE_LAYERS = [["entry"], ["choose", "greedy"], ["adjoint", "forward", "difference"], ["silent", "base", "vjp"]]
+ENGINE_LAYERS = [
+    ["entry"],
+    ["choose", "greedy"],
+    ["adjoint", "forward", "difference"],
+    ["silent", "base", "vjp", "reader"],
+]
 ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name in names}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from longhorizon import compile, tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
+from longhorizon.engines.reader import Reader, largest
 from longhorizon.engines.silent import check_buffers, check_twice
 from longhorizon.engines.vjp import pure_step_back, step_back
 from longhorizon.inner import Hypers, State
@@ -111,6 +112,7 @@ class AdjointRun:
         problem.batches.keep()
         _check_kept_batches(problem)
         self.watch = watch or Watch(problem, saved and saved["watch"])
+        self.reader = Reader("adjoint", problem, 1, saved=saved and saved.get("meter"))
         self.status, self.val_loss = Status(), torch.tensor(torch.nan)
         self.per_step = {
             key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
@@ -157,6 +159,7 @@ class AdjointRun:
             "val_loss": self.val_loss.clone(),
             "status": [self.status.what, self.status.step],
             "watch": self.watch.save(),
+            "meter": self.reader.save(),
         }
 
     def result(self) -> Hypergradient:
@@ -172,6 +175,7 @@ class AdjointRun:
             self.status,
             self.watch.losses,
             per_step if self.engine.per_step else None,
+            self.reader.meter([0]),
         )
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -238,6 +242,7 @@ class AdjointRun:
         if not torch.isfinite(self.val_loss):
             self.status, self.phase, self.cotangent = Status("validation loss", self.last), "done", None
             return
+        self.reader.take(self.last, largest(list(self.cotangent.params.values()))[None])
         self.phase = "back"
 
     def _replay(self) -> None:
@@ -276,6 +281,8 @@ class AdjointRun:
             old = self.per_step[key][step]
             self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
         self.t = step
+        if self.reader.due(step):
+            self.reader.take(step, largest(list(self.cotangent.params.values()))[None])
         if step == self.first:
             self.phase = "done"
         if step == self.first or (self.last - step) % self.watch.every == 0:
