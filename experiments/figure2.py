@@ -18,7 +18,6 @@ Beyond the paper: `cifar-1` and `cifar-10`, WRN-16-1 on CIFAR-10 for 1 and 10 ep
 `cifar-1-hot` and `cifar-10-hot` from 0.1 with weight decay 5e-4, a schedule that people train with.
 """
 
-import math
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -85,9 +84,7 @@ def main() -> None:
     )
     task = made.task(setting.model, setting.val_mode)
     steps = setting.steps or round(setting.epochs * made.steps_per_epoch)
-    schedule = [
-        setting.peak * (0.5 * (1 + math.cos(math.pi * t / steps)) if setting.cosine else 1) for t in range(steps)
-    ]
+    schedule = [setting.peak * x for x in (record.cosine(steps) if setting.cosine else [1.0] * steps)]
     hypers = {"lr": lh.Hyper(schedule, windows=steps)}
     rule = lh.sgd(momentum=setting.momentum, weight_decay=setting.weight_decay)
     if setting.grad_clip is not None:

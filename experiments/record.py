@@ -8,17 +8,20 @@ directories there and go on inside a training run. When all units are there, the
 import argparse
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from types import ModuleType
 from typing import Any
 
 import torch
 
+import longhorizon as lh
 from longhorizon import data
 from longhorizon.tuning import plain
 
@@ -137,6 +140,38 @@ class Work:
         return sum(float(unit["seconds"]) for unit in units if "seconds" in unit)
 
 
+def tested(
+    work: Work,
+    name: str,
+    task: lh.Task,
+    rule: lh.Rule,
+    hypers: dict[str, lh.Hyper],
+    values: Any,
+    steps: int,
+    seeds: int,
+) -> dict[str, Any]:
+    """Train from scratch on all training data with a schedule and test, one unit per seed; losses and accuracies."""
+    found = []
+    for seed in range(seeds):
+        unit = f"test-{name}-{seed}"
+        new = not work.has(unit)
+
+        def one(seed: int = seed) -> Any:
+            done = lh.retrain(task, rule, hypers, values, steps=steps, seeds=[seed])
+            return {"loss": done.test_loss[0], "accuracy": done.metrics["accuracy"][0]}
+
+        found.append(work.unit(unit, one))
+        if new:
+            say(f"{name}, test seed {seed + 1} of {seeds}: accuracy {100 * found[-1]['accuracy']:.2f} %")
+    accuracy = [unit["accuracy"] for unit in found]
+    return {
+        "loss": [unit["loss"] for unit in found],
+        "accuracy": accuracy,
+        "mean": mean(accuracy),
+        "deviation": stdev(accuracy) if len(accuracy) > 1 else 0.0,
+    }
+
+
 def write(path: Path, content: Any) -> None:
     """JSON, written aside and renamed: no reader sees half a file. A list of numbers is one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +198,11 @@ def finish(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None
     out = args.out or RESULTS / f"{name}{'-smoke' if args.smoke else ''}.json"
     write(out, {"experiment": name, "environment": record, "command": args.command} | content)
     say(f"written: {out}")
+
+
+def cosine(steps: int) -> list[float]:
+    """From 1 to 0 along half a cosine."""
+    return [0.5 * (1 + math.cos(math.pi * t / steps)) for t in range(steps)]
 
 
 def rounded(values: Any, digits: int = 5) -> Any:
