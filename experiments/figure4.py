@@ -20,7 +20,7 @@ experiments/results/figure4-hd.json is there (keys: "accuracy", test accuracies;
 from typing import Any
 
 import record
-from record import rounded, say
+from record import say
 
 import longhorizon as lh
 from longhorizon import data
@@ -93,18 +93,7 @@ def main() -> None:
         "tuning_seconds": tuning,
         "converged": tuned.converged,
         "engine": history[0].engine,
-        "outer_steps": [
-            {
-                "values": {k: rounded(v, 6) for k, v in step.values.items()},
-                "hypergradient": {k: rounded(v) for k, v in step.mean.items()},
-                "gamma": {k: rounded(v) for k, v in step.outer["gamma"].items()},
-                "val_loss": step.val_loss,
-                "val_accuracy": step.metrics.get("accuracy"),
-                "status": step.status,
-                "seconds": step.seconds,
-            }
-            for step in history
-        ],
+        "outer_steps": [step.to_dict() for step in history],  # as lines of the journal
         "learnt": {key: list(values) for key, values in tuned.schedule.values.items()},
         "best": {key: list(values) for key, values in tuned.best.values.items()},
         "test": tests,
