@@ -75,8 +75,8 @@ def appendix_b(found: dict[str, Any], _: Path) -> list[Figure]:
     panels = [Panel("the means", "step", "μ", lines, legend=legend)]
     places = [float(size) for size in found["sizes"]]
     for noise, one in found["noises"].items():
-        lines = [Line(name, one[name]["measured"], places, colour(name), kind="steps") for name in found["profiles"]]
-        lines.append(Line("bound", one["bound"], places, "#1d2730", 2.2, "steps"))
+        lines = [Line(name, one[name]["measured"], places, colour(name)) for name in found["profiles"]]
+        lines.append(Line("bound", one["bound"], places, "#1d2730", 2.2))
         everything = [v for line in lines for v in line.y]
         title, more = f"{noise}, c = {one['c']:g}", [*legend, ("#1d2730", "bound")]
         panels.append(panel(title, "window size W", "MSE", lines, everything, "log", legend=more))
