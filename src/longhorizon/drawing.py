@@ -113,9 +113,7 @@ def save_picture(figure: Figure, path: Path) -> None:
     from matplotlib.figure import Figure as Sheet
 
     columns = min(COLUMNS, len(figure.panels))
-    if (
-        figure.name == "validation" or len(figure.panels) == 4
-    ):  # by outer step and by time are pairs; four fill a square
+    if figure.name == "validation" or len(figure.panels) == 4:  # pairs, by outer step and by time; a square
         columns = 2
     rows = math.ceil(len(figure.panels) / columns)
     sheet = Sheet(figsize=(3.7 * columns + 0.6, 2.9 * rows), dpi=150, layout="constrained")
