@@ -165,7 +165,7 @@ def summary(rows: dict[str, np.ndarray]) -> dict:
             "close": list(found.close),
             "windows": found.windows,
             "gain": found.at(found.best)["corrected"] / noise.mse_1,
-            "gain_50": found.at(min(50, steps))["corrected"] / noise.mse_1,
+            "gain_50": found.at(min(found.sizes, key=lambda size: abs(size - 50)))["corrected"] / noise.mse_1,
         }
     }
     if "greedy" in rows:

@@ -52,7 +52,7 @@ def figure2(found: dict[str, Any], _: Path) -> list[Figure]:
         curves.append(("greedy", found["greedy"]["measured"], RING))
     curves = [(name, [v if v is not None and v > 0 else None for v in y], colour) for name, y, colour in curves]
     places = [float(size) for size in told["sizes"]]
-    lines = [Line(name, y, places, colour, 2.0, "steps") for name, y, colour in curves]
+    lines = [Line(name, y, places, colour, 2.0) for name, y, colour in curves]
     best = told["corrected"][told["sizes"].index(told["best"])]
     if best > 0:
         lines.append(Line("best", [best], [float(told["best"])], GREEN, 2.0, "ring"))

@@ -8,7 +8,8 @@ mean, which is less noisy, and wrong by as much as μ changes inside the window:
           = noise, Var(window mean) averaged over steps  +  bias, the spread of μ inside the windows
 
 Everything here works on an array of hypergradients, one row per seed and one column per step, as the adjoint and
-the greedy engine return them with `per_step=True`. Windows are the paper's: W steps each, the last one maybe shorter.
+the greedy engine return them with `per_step=True`. A window size W stands for the cut that
+`Hyper(windows=round(T / W))` makes: lengths differ by at most one. Where W divides T these are the paper's windows.
 """
 
 import math
@@ -19,9 +20,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from longhorizon.hypers import window_start
+
 Array = npt.NDArray[np.float64]
 
-ALL_SIZES = 2000  # runs up to so many steps get every W, longer ones a selection
 CLOSE = 1.1  # an MSE this many times the lowest is as good
 
 
@@ -100,7 +102,7 @@ class Windows:
     @property
     def windows(self) -> int:
         """The recommended number of windows, as `Hyper` takes it."""
-        return max(1, round(self.noise.steps / self.best))
+        return count(self.best, self.noise.steps)
 
     def at(self, size: int) -> dict[str, float]:
         """Everything known about one W."""
@@ -113,7 +115,7 @@ def analyse(hypergradients: Any, sizes: Sequence[int] | None = None) -> Windows:
 
     Args:
         hypergradients: one row per seed (at least two), one column per step; an array, a tensor or lists.
-        sizes: which W to look at; all of them without it, or a selection if there are many.
+        sizes: which W to look at; without it, one for each way to cut the run.
 
     Raises:
         ValueError: if there are fewer than two seeds or steps, or a value is not finite.
@@ -197,7 +199,7 @@ def bound(size: int, variance: Any, epsilon: float, correlation: float) -> float
 
         (1 + c (W − 1)) / W · 1/T Σ_t Σ_tt + ε² (W² − 1) / 12
 
-    if W divides T; if not, the last window is shorter and each window counts with its own length.
+    if W divides T; if not, each window counts with its own length.
 
     Args:
         size: W.
@@ -271,16 +273,22 @@ def sample(mean: Any, variance: Any, correlation: float, seeds: int, rng: np.ran
     return np.asarray(mu + deviation * (math.sqrt(1 - correlation) * own + math.sqrt(correlation) * common))
 
 
-def all_sizes(steps: int) -> list[int]:
-    """The window sizes to look at: every one, or for a long run its divisors and about two hundred others.
+def count(size: int, steps: int) -> int:
+    """How many windows a window size stands for.
 
-    >>> all_sizes(5)
-    [1, 2, 3, 4, 5]
+    >>> count(50, 250), count(80, 250), count(240, 250)
+    (5, 3, 1)
     """
-    if steps <= ALL_SIZES:
-        return list(range(1, steps + 1))
-    spaced = {round(steps ** (i / 200)) for i in range(201)}
-    return sorted(spaced | set(divisors(steps)))
+    return max(1, round(steps / size))
+
+
+def all_sizes(steps: int) -> list[int]:
+    """One window size for each way to cut a run; about 2 √T of them.
+
+    >>> all_sizes(20)
+    [1, 2, 3, 4, 5, 7, 10, 20]
+    """
+    return sorted({round(steps / number) for number in range(1, steps + 1)})
 
 
 def divisors(steps: int) -> list[int]:
@@ -310,8 +318,9 @@ def _shared(g: Array, size: int) -> Array:
 
 def _edges(steps: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Where windows begin, and how long they are."""
-    edges = np.arange(0, steps, size, dtype=np.int64)
-    return edges, np.diff(np.append(edges, steps))
+    windows = count(size, steps)
+    edges = np.array([window_start(w, steps, windows) for w in range(windows + 1)], dtype=np.int64)
+    return edges[:-1], np.diff(edges)
 
 
 def _floor(residual: Array, repeats: int = 200) -> float:
