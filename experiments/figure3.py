@@ -14,8 +14,8 @@ Paper:   greedy learns rates that are too small on both; without sharing, non-gr
 Settings: batches of 128, one epoch (T = 445 and 543 with 5 % held out), 50 outer steps of Algorithm 1 (rate 0.1),
 hypergradients clipped at ±3, early stopping by validation accuracy (Appendix C); both that schedule and the last one
 are tested. The paper leaves open whether ±3 bounds hypergradients or the gradients of batches (we do the first), and
-the momentum, 0 here: from zero and with rate 0.1, momentum 0.9 makes the first outer step ten times larger; `--momentum
-0.9` tries it. Greedy rates are learnt by 50 outer steps of all steps together, not by 50 at each step before the
+the momentum, 0 here: from zero and with rate 0.1, momentum 0.9 makes the first outer step ten times larger, every rate
+jumps to 0.3 at once and the network dies (`--momentum 0.9`). Greedy rates are learnt by 50 outer steps of all steps together, not by 50 at each step before the
 next one; both end where each rate is best for the step after it.
 """
 

@@ -22,6 +22,7 @@ _PLACE = re.compile(r"<!-- table: results -->\n(.*?)<!-- end -->", re.S)
 
 FIGURE2 = {
     "svhn": ("Figure 2", "ε ≈ 0.08, mean variance ≈ 0.25, best W = 50"),
+    "svhn-plain": ("Figure 2 without momentum", "the same, if the paper used none"),
     "svhn-hot": ("Appendix D, cosine from 0.05", "smaller ε, larger W, lower MSE; no numbers"),
     "svhn-flat": ("Appendix D, constant 0.01", "the same"),
     "cifar-1": ("Figure 2 on CIFAR-10, 1 epoch", "–"),
@@ -81,6 +82,11 @@ def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:
         f"ε {told['epsilon']:.3g} (from noise alone {told['epsilon_floor']:.3g}), mean variance {told['mse_1']:.3g}, "
         f"c {told['c']:.2f}; best W {told['best']} (within a tenth: {told['close'][0]}–{told['close'][1]}), "
         f"MSE there {100 * told['gain']:.0f} % of W = 1"
+    )
+    end = found["without_end"]
+    ours += (
+        f"; without the last tenth of the run ε {end['epsilon']:.3g}, mean variance {end['mse_1']:.3g}, best W "
+        f"{end['best']}, MSE there {100 * end['gain']:.0f} %"
     )
     if "greedy" in found:
         ours += f"; the mean of greedy explains {100 * found['greedy']['explains']:.0f} % of μ"
