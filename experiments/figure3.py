@@ -15,10 +15,11 @@ Settings: batches of 128, one epoch (T = 445 and 543 with 5 % held out), 50 oute
 hypergradients clipped at ±3, early stopping by validation accuracy (Appendix C); both that schedule and the last one
 are tested. The paper leaves open whether ±3 bounds hypergradients or the gradients of batches (we do the first), and
 the momentum, 0 here: from zero and with rate 0.1, momentum 0.9 makes the first outer step ten times larger, every rate
-jumps to 0.3 at once and the network dies (`--momentum 0.9`). Greedy rates are learnt by 50 outer steps of all steps together, not by 50 at each step before the
-next one; both end where each rate is best for the step after it.
+jumps to 0.3 at once and the network dies (`--momentum 0.9`). Greedy rates are learnt by 50 outer steps of all steps
+together, not by 50 at each step before the next one; both end where each rate is best for the step after it.
 """
 
+import shutil
 from typing import Any
 
 import record
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--clip", type=float, default=3.0, help="bound of a hypergradient in the outer step")
     parser.add_argument("--seed", type=int, default=0, help="of the tuning runs")
+    parser.add_argument("--compile", choices=["auto", "yes", "no"], default="auto", help="the adjoint's step")
     args = record.parse(parser)
     settings: dict[str, Any] = {
         "model": "lenet",
@@ -64,7 +66,7 @@ def main() -> None:
     for name in sets:
         work = record.Work(args, f"figure3{variant}-{name}", settings)
         found[name] = one_set(name, args, settings, work)
-        seconds += work.seconds() + sum(m["seconds"] for m in found[name]["methods"].values() if "seconds" in m)
+        seconds += work.seconds()
     content = {"settings": settings, "seconds": seconds, "sets": found}
     record.finish(args, f"figure3{variant}" + (f"-{args.data}" if args.data else ""), content)
     for name, one in found.items():
@@ -84,56 +86,70 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
     outer = lh.GradientDescent(settings["rate"], clip=settings["clip"])
     methods: dict[str, Any] = {}
     for method in METHODS:
-        engine: Any = lh.Greedy(horizon=1) if method == "greedy" else lh.Adjoint()
         windows = steps if method != "fds" else max(1, round(steps / settings["window"]))
         hypers = {"lr": lh.Hyper(0.0, windows=windows)}
+        folder = work.folder / f"tune-{method}"
 
-        def told(step: lh.OuterStep, method: str = method) -> None:
-            lr = step.values["lr"]
-            say(
-                f"{name}, {method}, outer step {step.index + 1} of {settings['outer_steps']}: lr {lr.min():.3g} to "
-                f"{lr.max():.3g}, val loss {step.val_loss:.4f}, accuracy {step.metrics.get('accuracy', 0):.4f}, "
-                f"{step.status}, {step.seconds:.1f} s"
+        def learnt(method: str = method, hypers: Any = hypers, folder: Any = folder) -> Any:
+            compiled = {"auto": "auto", "yes": True, "no": False}[args.compile]
+            engine: Any = lh.Greedy(horizon=1) if method == "greedy" else lh.Adjoint(compile=compiled)
+            tuned = lh.tune(
+                task,
+                rule,
+                hypers,
+                steps=steps,
+                outer_steps=settings["outer_steps"],
+                outer=outer,
+                engine=engine,
+                seed=settings["seed"],
+                dir=folder,
+                on_step=lambda step: say(f"{name}, {method}, {told(step, settings['outer_steps'])}"),
             )
+            return summary(tuned)
 
-        tuned = lh.tune(
-            task,
-            rule,
-            hypers,
-            steps=steps,
-            outer_steps=settings["outer_steps"],
-            outer=outer,
-            engine=engine,
-            seed=settings["seed"],
-            dir=work.folder / f"tune-{method}",
-            on_step=told,
-        )
-        history = tuned.history
-        stopped = max(history, key=lambda step: (step.metrics.get("accuracy", -1.0), -step.val_loss))
-        rows = {
-            "windows": windows,
-            "seconds": sum(step.seconds for step in history),
-            "last": rounded(tuned.schedule["lr"]),
-            "stopped": {"outer_step": stopped.index, "lr": rounded(stopped.values["lr"])},
-            "val_loss": rounded([step.val_loss for step in history]),
-            "val_accuracy": rounded([step.metrics.get("accuracy", float("nan")) for step in history]),
-            "status": [step.status for step in history],
-            "history": {
-                str(step.index): rounded(step.values["lr"], 4) for step in history[:: max(1, len(history) // 10)]
-            },
+        row = work.unit(f"learnt-{method}", learnt)
+        shutil.rmtree(folder, ignore_errors=True)  # a journal of so many values is large, and all that matters is here
+        tests = {
+            "test": record.tested(
+                work, f"{method}-stopped", task, rule, hypers, row["stopped"], full, settings["test_seeds"]
+            ),
+            "test_last": record.tested(
+                work, f"{method}-last", task, rule, hypers, row["last"], full, settings["test_seeds"]
+            ),
         }
-        seeds = settings["test_seeds"]
-        rows["test"] = record.tested(
-            work, f"{method}-stopped", task, rule, hypers, {"lr": stopped.values["lr"]}, full, seeds
-        )
-        rows["test_last"] = record.tested(work, f"{method}-last", task, rule, hypers, tuned.schedule, full, seeds)
-        methods[method] = rows
+        row |= {"last": rounded(row["last"]["lr"]), "stopped": rounded(row["stopped"]["lr"])}
+        methods[method] = {"windows": windows} | row | tests
     for peak in settings["peaks"]:
         lr = [peak * x for x in record.cosine(full)]
         hypers = {"lr": lh.Hyper(lr, windows=full)}
         test = record.tested(work, f"cosine-{peak:g}", task, rule, hypers, {"lr": lr}, full, settings["test_seeds"])
         methods[f"cosine {peak:g}"] = {"peak": peak, "test": test}
     return {"data": record.title(images, args), "steps": steps, "methods": methods}
+
+
+def summary(tuned: lh.Tuned) -> dict[str, Any]:
+    """What is kept of a tuning run; schedules with all their digits."""
+    history = tuned.history
+    stopped = max(history, key=lambda step: (step.metrics.get("accuracy", -1.0), -step.val_loss))
+    some = history[:: max(1, len(history) // 10)]
+    return {
+        "seconds": sum(step.seconds for step in history),
+        "last": {"lr": tuned.schedule["lr"]},
+        "stopped": {"lr": stopped.values["lr"]},
+        "stopped_at": stopped.index,
+        "val_loss": rounded([step.val_loss for step in history]),
+        "val_accuracy": rounded([step.metrics.get("accuracy", float("nan")) for step in history]),
+        "status": [step.status for step in history],
+        "history": {str(step.index): rounded(step.values["lr"], 4) for step in some},
+    }
+
+
+def told(step: lh.OuterStep, count: int) -> str:
+    lr = step.values["lr"]
+    return (
+        f"outer step {step.index + 1} of {count}: lr {lr.min():.3g} to {lr.max():.3g}, val loss {step.val_loss:.4f}, "
+        f"accuracy {100 * step.metrics.get('accuracy', float('nan')):.2f} %, {step.status}, {step.seconds:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def figure3(found: dict[str, Any], _: Path) -> list[Figure]:
         lines, legend = [], []
         for method, row in one["methods"].items():
             if method in COLOURS:
-                lr = row["stopped"]["lr"]
+                lr = row["stopped"]
                 place = (0.0, one["steps"] / len(lr))
                 lines.append(
                     Line(method, [*lr, lr[-1]], place, COLOURS[method], 2.2 if method == "fds" else 0.9, "steps")

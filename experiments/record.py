@@ -50,7 +50,7 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--data-root", help="where the data sets are; LONGHORIZON_DATA without it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", type=Path, default=WORK, metavar="DIR", help="where unfinished work is kept")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the result; experiments/results without it")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the result; in experiments/results without it")
     parser.add_argument("--commit", help="the version of the code, where git cannot be asked")
     return parser
 
@@ -131,7 +131,10 @@ class Work:
         if not path.exists():
             began = time.perf_counter()
             value = plain(compute())
-            write(path, {"seconds": time.perf_counter() - began, "value": value})
+            took = time.perf_counter() - began
+            if isinstance(value, dict):
+                took = value.pop("seconds", took)  # a unit that was resumed knows better
+            write(path, {"seconds": took, "value": value})
         return json.loads(path.read_text())["value"]
 
     def seconds(self) -> float:
@@ -195,7 +198,7 @@ def finish(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None
     record = environment(args.device.split(":")[0])
     if args.commit:
         record["commit"] = args.commit
-    out = args.out or RESULTS / f"{name}{'-smoke' if args.smoke else ''}.json"
+    out = args.out or (args.work / f"{name}-smoke.json" if args.smoke else RESULTS / f"{name}.json")
     write(out, {"experiment": name, "environment": record, "command": args.command} | content)
     say(f"written: {out}")
 

@@ -110,7 +110,7 @@ def _figure3(found: dict[str, Any] | None, data: str, method: str, paper: str) -
     if found is None or data not in found["sets"]:
         return [what, paper, NOT_RUN]
     row = found["sets"][data]["methods"][method]
-    lr = row["stopped"]["lr"]
+    lr = row["stopped"]
     ours = f"rates {min(lr):.2g} to {max(lr):.2g}, test {_accuracy(row['test']['accuracy'])}"
     return [what, paper, f"{ours} (after all outer steps {_accuracy(row['test_last']['accuracy'])})"]
 
