@@ -39,29 +39,32 @@ def figure2(found: dict[str, Any], _: Path) -> list[Figure]:
             legend.append((RING, "mean of non-greedy"))
         everything = [v for row in rows for v in row]
         name = "non-greedy" if kind == "non_greedy" else "greedy, H = 1"
-        panels.append(
-            panel(name, "step", "hypergradient of the learning rate", lines, everything, "symlog", legend=legend)
-        )
+        sizes = sorted(abs(v) for v in everything)
+        wide = sizes[-1] > 50 * sizes[len(sizes) // 2]  # exploding ones; ordinary ones are easier to read as they are
+        wish: Scale = "symlog" if wide else "linear"
+        panels.append(panel(name, "step", "hypergradient of the lr", lines, everything, wish, legend=legend))
     told = found["non_greedy"]
-    curves = [
-        ("measured, as the paper does", told["measured"], PLAIN),
-        ("corrected for few seeds", told["corrected"], GREEN),
-        ("the theorem's bound", told["bound"], GREY),
-    ]
+    curves = {"measured, as the paper does": (told["measured"], PLAIN), "corrected": (told["corrected"], GREEN)}
     if "greedy" in found:
-        curves.append(("greedy", found["greedy"]["measured"], RING))
-    curves = [(name, [v if v is not None and v > 0 else None for v in y], colour) for name, y, colour in curves]
-    places = [float(size) for size in told["sizes"]]
-    lines = [Line(name, y, places, colour, 2.0) for name, y, colour in curves]
-    best = told["corrected"][told["sizes"].index(told["best"])]
-    if best > 0:
-        lines.append(Line("best", [best], [float(told["best"])], GREEN, 2.0, "ring"))
-    everything = [v for _, y, _ in curves for v in y]
-    legend = [(colour, name) for name, _, colour in curves]
+        curves["greedy"] = (found["greedy"]["measured"], RING)
     title = f"best W = {told['best']}, MSE there {100 * told['gain']:.0f} % of W = 1"
-    panels.append(panel(title, "window size W", "MSE against the mean", lines, everything, "log", legend=legend))
+    panels.append(_against_size(title, told, curves, "linear"))
+    panels.append(_against_size("and the theorem's bound", told, curves | {"bound": (told["bound"], GREY)}, "log"))
     title = f"{settings['data']}, {settings['model']}, T = {settings['steps']}"
     return [Figure(found["experiment"], title, "", panels)]
+
+
+def _against_size(title: str, told: dict[str, Any], curves: dict[str, tuple[Numbers, str]], wish: Scale) -> Panel:
+    places = [float(size) for size in told["sizes"]]
+    if wish == "log":  # a corrected value may be below zero
+        curves = {k: ([v if v is not None and v > 0 else None for v in y], colour) for k, (y, colour) in curves.items()}
+    lines = [Line(name, y, places, colour, 2.0) for name, (y, colour) in curves.items()]
+    best = told["corrected"][told["sizes"].index(told["best"])]
+    if wish == "linear" or best > 0:
+        lines.append(Line("best", [best], [float(told["best"])], GREEN, 2.0, "ring"))
+    everything = [v for y, _ in curves.values() for v in y]
+    legend = [(colour, name) for name, (_, colour) in curves.items()]
+    return panel(title, "window size W", "MSE against the mean", lines, everything, wish, legend=legend)
 
 
 def appendix_b(found: dict[str, Any], _: Path) -> list[Figure]:

@@ -1,7 +1,7 @@
-"""The table in README.md beside this file, from experiments/results/*.json.
+"""The table in README.md beside this file, from experiments/results/*.json, and its pictures.
 
-    python experiments/tables.py           write it
-    python experiments/tables.py --check   say whether it is out of date, and exit with 1 if so
+    python experiments/tables.py           write them
+    python experiments/tables.py --check   say whether they are out of date, and exit with 1 if so
 
 The paper's numbers are typed in here, ours never: a cell without a result file reads "not run yet".
 """
@@ -18,7 +18,7 @@ RESULTS = HERE / "results"
 PAGE = HERE / "README.md"
 NOT_RUN = "not run yet"
 HEAD = ["experiment", "what", "paper", "ours", "command", "time", "hardware"]
-_PLACE = re.compile(r"<!-- table: results -->\n(.*?)<!-- end -->", re.S)
+_PLACE = re.compile(r"<!-- (table|pictures) -->\n(.*?)<!-- end -->", re.S)
 
 FIGURE2 = {
     "svhn": ("Figure 2", "ε ≈ 0.08, mean variance ≈ 0.25, best W = 50"),
@@ -69,8 +69,14 @@ def table(results: Path = RESULTS) -> str:
 
 
 def rendered(text: str, results: Path = RESULTS) -> str:
-    """The page with its table made anew."""
-    return _PLACE.sub(lambda _: f"<!-- table: results -->\n{table(results)}<!-- end -->", text)
+    """The page with its table and its pictures made anew."""
+    made = {"table": table(results), "pictures": pictures()}
+    return _PLACE.sub(lambda found: f"<!-- {found[1]} -->\n{made[found[1]]}<!-- end -->", text)
+
+
+def pictures() -> str:
+    """Those that plot.py has drawn."""
+    return "".join(f"![{path.stem}](figures/{path.name})\n\n" for path in sorted((HERE / "figures").glob("*.png")))
 
 
 def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:
