@@ -33,12 +33,32 @@ def numbers(values: Tensor, limit: int = 8) -> str:
     return " ".join(shown) + (f" … ({len(values)})" if len(values) > limit else "")
 
 
+def marked(shown: str, doubted: list[str]) -> str:
+    """Numbers with a question mark where a hypergradient cannot be believed."""
+    words = shown.split(" ")
+    return " ".join(word + ("?" if i < len(doubted) and doubted[i] else "") for i, word in enumerate(words))
+
+
 def one_line(record: OuterStep, outer_steps: int) -> str:
     """An outer step in words."""
     metrics = "".join(f", {name} {value:.4g}" for name, value in record.metrics.items())
     values = ", ".join(f"{key} {numbers(v)}" for key, v in record.next.items())
     text = f"outer step {record.index + 1}/{outer_steps}: validation loss {record.val_loss:.4g}{metrics}; now {values}"
-    return text if record.status == "ok" else f"{text} [{record.status}]"
+    text = text if record.status == "ok" else f"{text} [{record.status}]"
+    doubted = doubts_in_words(record)
+    return f"{text}; not to be trusted: {doubted}" if doubted else text
+
+
+def doubts_in_words(record: OuterStep) -> str:
+    """Which hypergradients of a step cannot be believed, and why: windows from 1, those of one reason together."""
+    if record.status != "ok":
+        return ""  # it says more
+    said = []
+    for key, reasons in record.doubts.items():
+        for reason in dict.fromkeys(filter(None, reasons)):
+            places = [str(w + 1) for w, other in enumerate(reasons) if other == reason]
+            said.append(f"{key}{'' if len(reasons) == 1 else ' ' + ','.join(places)} ({reason})")
+    return "; ".join(said)
 
 
 class JsonDisplay:
@@ -180,8 +200,12 @@ class LiveDisplay:
             table.add_column(title, overflow="fold")
         for key, value in record.next.items():
             mean = record.mean.get(key)
+            doubted = record.doubts.get(key, [])
             table.add_row(
-                key, numbers(value), numbers(value - record.values[key]), "" if mean is None else numbers(mean)
+                key,
+                numbers(value),
+                numbers(value - record.values[key]),
+                "" if mean is None else marked(numbers(mean), doubted),
             )
         metrics = "".join(f"   {name} {value:.4g}" for name, value in record.metrics.items())
         table.add_row("validation", f"loss {record.val_loss:.4g}{metrics}", "", "")

@@ -7,7 +7,7 @@ per outer step. Whoever wants files, progress or signals wraps it (see `run.py`)
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
+from longhorizon.trust import Doubts, among_seeds, doubts
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference)}
@@ -46,6 +47,7 @@ class OuterStep:
     outer: dict[str, Any]  # γ and signs after it, for SignDescent; not the state of a torch optimizer
     engine: str
     seconds: float
+    doubts: Doubts = field(default_factory=dict)  # per key and window, what speaks against its hypergradient, or ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; floats keep all their digits."""
@@ -54,7 +56,7 @@ class OuterStep:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "OuterStep":
         """The record in one line of a journal."""
-        known = {f.name: content[f.name] for f in fields(cls)}
+        known = {f.name: content[f.name] for f in fields(cls) if f.name in content or f.name != "doubts"}
         for name in ("values", "grad", "mean", "next"):
             known[name] = {key: _tensors(v) for key, v in content[name].items()}
         known["outer"] = _tensors(content["outer"])
@@ -144,7 +146,7 @@ class Tuning:
         result = run.result()
         assert self._problem is not None
         metrics = self._problem.measure(result.params, result.buffers) if result.status.ok else {}
-        self.finished.append(_summary(result, metrics))
+        self.finished.append(_summary(result, metrics, doubts(result, self._problem.steps)))
         self._run = None
         self.seconds += time.perf_counter() - began
         return self._complete() if len(self.finished) == self.seeds else None
@@ -213,6 +215,7 @@ class Tuning:
             outer={key: value for key, value in self.outer_state.items() if key != "optimizer"},
             engine=finished[0]["engine"],
             seconds=self.seconds,
+            doubts=among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished]),
         )
         self.index, self.finished, self.seconds = self.index + 1, [], 0.0
         self.converged = self.outer.converged(self.outer_state)
@@ -271,7 +274,7 @@ def check_steps(steps: int | Sequence[int]) -> list[int]:
     return [int(h) for h in horizons]
 
 
-def _summary(result: Hypergradient, metrics: dict[str, float]) -> dict[str, Any]:
+def _summary(result: Hypergradient, metrics: dict[str, float], doubted: Doubts) -> dict[str, Any]:
     return {
         "grad": result.grad,
         "mean": result.mean,
@@ -279,6 +282,7 @@ def _summary(result: Hypergradient, metrics: dict[str, float]) -> dict[str, Any]
         "status": str(result.status),
         "engine": result.engine,
         "metrics": metrics,
+        "doubts": doubted,
     }
 
 

@@ -144,26 +144,26 @@ class ForwardRun:
         elif self._padded and (before := self.active(t - 1)) < count:  # a zero times an infinity may have been there
             self.tangents = [_grown(_grown(leaf[:before], count), width) for leaf in self.tangents]
         ones = self._ones(t, width)
-        parts, sizes, shares = [], [], []
+        parts, readings = [], []
         try:
             for low in range(0, width, chunk):
                 part = slice(low, low + chunk)
                 some = self.tangents if chunk >= width else [leaf[part] for leaf in self.tangents]
                 problem.seed_step(t)
-                state, dstate, loss, size, clipped = self._step(t)(
+                state, dstate, loss, reading = self._step(t)(
                     self.state, batch, hypers, some, {key: one[part] for key, one in ones.items()}
                 )
                 parts.append(dstate)
-                sizes.append(size)
-                shares.append(clipped)
+                readings.append(reading)
         except (RuntimeError, NotImplementedError) as error:
             raise explain(error, "Forward") from error
         self.state = state
         self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
-        size, bad = torch.cat(sizes)[:count], self._bad[:count]
-        self._bad[:count] = torch.where((bad < 0) & ~size.isfinite(), t, bad)
+        size, largest, clipped = (readings[0] if len(readings) == 1 else torch.cat(readings, 1))[:, :count]
+        bad = self._bad[:count]
+        self._bad[:count] = torch.where((bad < 0) & ~largest.isfinite(), t, bad)
         if self.reader.due(t + 1):
-            self.reader.take(t + 1, size, torch.cat(shares)[:count] if self.engine.clip is not None else None)
+            self.reader.take(t + 1, size, clipped)
         self.failed = self.watch.see(t, loss)
         self.t += 1
 
@@ -206,17 +206,18 @@ class ForwardRun:
             return self.problem.steps >= compile.WORTH_COMPILING
         return self.stretch(t) >= compile.WORTH_TRACING
 
-    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor, Tensor, Tensor]]:
+    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor, Tensor]]:
         """The batched step, traced where that pays."""
         engine, problem = self.engine, self.problem
         inner = problem.inner
 
         def step(
             state: State, batch: Any, hypers: Hypers, tangents: Tangents, ones: Hypers
-        ) -> tuple[State, Tangents, Tensor, Tensor, Tensor]:
-            state, tangents, loss, clipped = tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
-            largest = [_rows(leaf).abs().amax(1) for leaf in tangents if leaf.numel()]
-            return state, tangents, loss, torch.stack(largest).amax(0), clipped
+        ) -> tuple[State, Tangents, Tensor, Tensor]:
+            after, tangents, loss, clipped = tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+            n = len(state.params)
+            readings = [_largest(tangents[:n]), _largest(tangents), clipped]  # of dθ/dλ; of all, to see what is lost
+            return after, tangents, loss, torch.stack(readings)
 
         if self._compiles(t):
             return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
@@ -299,6 +300,11 @@ def _jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:
 def _rows(leaf: Tensor) -> Tensor:
     """Columns as the rows of a matrix; a scalar parameter's too."""
     return leaf.reshape(len(leaf), -1)
+
+
+def _largest(leaves: Tangents) -> Tensor:
+    """Per column, the largest absolute entry; NaN if there is one."""
+    return torch.stack([_rows(leaf).abs().amax(1) for leaf in leaves if leaf.numel()]).amax(0)
 
 
 def _grown(leaf: Tensor, count: int) -> Tensor:

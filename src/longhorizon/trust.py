@@ -1,0 +1,75 @@
+"""Whether a hypergradient can be believed, window by window, in words.
+
+Four things speak against a value's hypergradient: it is not finite; training amplifies changes between its window and
+the end of the run so much that the derivative describes chaos; the clip cut off a large part of it; or the seeds of an
+outer step do not agree on its sign. Each has its remedy.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from longhorizon.hypers import window_start
+from longhorizon.result import Hypergradient
+
+AMPLIFIED = 1e3  # growth from the end of a window to the end of the run
+CLIPPED = 0.05  # share of the Hessian product, mean over the run from when the window began
+AGREEING = 0.75  # share of the seeds that have the sign of their mean
+
+REMEDIES = {
+    "not finite": "clip H·Z, a smaller learning rate, or a shorter run",
+    "amplified": "a smaller learning rate, a shorter run first, or fewer windows",
+    "clipped": "a smaller learning rate or a shorter run; or a larger clip, if nothing is amplified",
+    "seeds disagree": "more seeds, a larger batch, or fewer windows",
+}
+
+Doubts = dict[str, list[str]]  # per key and window, a reason, or "" where there is none
+
+
+def doubts(found: Hypergradient, steps: int) -> Doubts:
+    """What speaks against each value of one hypergradient."""
+    doubted: Doubts = {}
+    first = 0  # column of the meter
+    for key, grad in found.grad.items():
+        doubted[key] = [_doubt(found, grad, w, first + w, steps) for w in range(len(grad))]
+        first += len(grad)
+    return doubted
+
+
+def among_seeds(grads: Sequence[Mapping[str, Tensor]], each: Sequence[Doubts]) -> Doubts:
+    """The doubts of an outer step: those that most of its seeds have, and where the seeds' signs differ."""
+    doubted: Doubts = {}
+    for key in each[0]:
+        signs = torch.stack([grad[key].sign() for grad in grads])
+        agreeing = (signs == signs.nansum(0).sign()).double().mean(0)
+        doubted[key] = []
+        for w in range(signs.shape[1]):
+            said = sorted(reasons[key][w] for reasons in each)
+            middle = said[len(said) // 2]  # of seeds that differ, the doubt of the upper half counts
+            if not middle and len(grads) > 1 and agreeing[w] < AGREEING:
+                middle = f"seeds disagree: {int((1 - agreeing[w]) * len(grads) + 0.5)} of {len(grads)}"
+            doubted[key].append(middle)
+    return doubted
+
+
+def remedy(doubt: str) -> str:
+    """What to do about a reason."""
+    return next(text for start, text in REMEDIES.items() if doubt.startswith(start))
+
+
+def _doubt(found: Hypergradient, grad: Tensor, window: int, column: int, steps: int) -> str:
+    if not grad[window].isfinite():
+        return "not finite"
+    meter = found.meter
+    if meter is None:
+        return ""
+    begin, end = (window_start(w, steps, len(grad)) if w < len(grad) else steps for w in (window, window + 1))
+    growth = meter.growth(end, steps, column if meter.of == "tangents" else 0)
+    if not growth <= AMPLIFIED:
+        return f"amplified {growth:.0e} times"
+    if meter.clipped is not None:
+        share = float(meter.clipped[meter.steps > begin, column].mean())
+        if share > CLIPPED:
+            return f"clipped: {share:.0%} of H·Z"
+    return ""
