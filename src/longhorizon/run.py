@@ -152,7 +152,7 @@ def _drive(
     saved_at = time.monotonic()
     if progress is not None and not tuning.done:
         progress(tuning)
-    with _stop_signals(directory is not None) as asked:
+    with stop_signals(directory is not None) as asked:
         while not tuning.done:
             record = tuning.advance()
             if record is not None:
@@ -174,7 +174,7 @@ def _drive(
 
 
 @contextmanager
-def _stop_signals(enabled: bool) -> Iterator[list[int]]:
+def stop_signals(enabled: bool) -> Iterator[list[int]]:
     """A list that gets an entry when Ctrl-C or SIGTERM arrives; a second one stops at once."""
     asked: list[int] = []
     if not enabled or threading.current_thread() is not threading.main_thread():
