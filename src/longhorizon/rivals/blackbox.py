@@ -33,7 +33,6 @@ class BlackBox:
     name: str
     sampler: Literal["random", "gp", "tpe"]
     early: bool = False
-    parallel: bool = True
 
     @property
     def packages(self) -> tuple[str, ...]:

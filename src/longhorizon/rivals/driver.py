@@ -21,7 +21,7 @@ from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.methods import Method
 from longhorizon.rivals.regret import Row, table
-from longhorizon.rivals.testing import Tested, Which, read_tests, test_all
+from longhorizon.rivals.testing import Tested, Which, read_tests, try_all
 from longhorizon.rules import Rule
 from longhorizon.run import Interrupted, settings_of, stop_signals
 from longhorizon.rundir import RunDirectory
@@ -222,7 +222,7 @@ class _Run:
             if asked:
                 raise Stop
 
-        test_all(self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
+        try_all(self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
 
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:

@@ -53,7 +53,6 @@ class OffTheShelf:
 
     name: str
     packages: tuple[str, ...] = ()
-    parallel: bool = False
 
     def check(self, setup: Setup) -> None:
         SHELF[self.name](setup.rule, setup.steps)
@@ -71,8 +70,7 @@ class Grid:
     """Appendix F's 135 settings, each trained once, in an order by the seed, as far as the purse goes."""
 
     name = "grid"
-    packages = ()
-    parallel = False
+    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None:
         _check_sgd(self.name, setup)
@@ -98,8 +96,7 @@ class GridHalving:
     """
 
     name = "grid-halving"
-    packages = ()
-    parallel = False
+    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None:
         _check_sgd(self.name, setup)

@@ -1,7 +1,7 @@
 """Hyperband's arithmetic (Li et al., JMLR 2018): brackets, and the rungs in them.
 
-Bracket s begins with n = ⌈(s_max + 1) η^s / (s + 1)⌉ trials of R η^(−s) each and keeps the best 1/η of them from rung to
-rung. Optuna's pruner decides trial by trial instead of rung by rung (a trial goes on if it is among the best 1/η of
+Bracket s begins with n = ⌈(s_max + 1) η^s / (s + 1)⌉ trials of R η^(−s) each and keeps the best 1/η of them from rung
+to rung. Optuna's pruner decides trial by trial instead of rung by rung (a trial goes on if it is among the best 1/η of
 those that have come so far), with the same brackets, rungs and shares.
 """
 

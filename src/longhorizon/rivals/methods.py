@@ -6,6 +6,7 @@ says and what it saved; it goes on from there.
 
 import math
 import time
+from functools import partial
 from typing import Any, Protocol
 
 from longhorizon import seeds
@@ -22,9 +23,13 @@ DRAW = 7  # a purpose of its own for random starts
 class Method(Protocol):
     """A way to find hyperparameters."""
 
-    name: str
-    packages: tuple[str, ...]  # that it needs besides torch and numpy
-    parallel: bool  # whether several processes may work on it
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What it needs besides torch and numpy."""
+        ...
 
     def check(self, setup: Setup) -> None:
         """Refuse a task that it cannot do."""
@@ -43,8 +48,7 @@ class Fds:
     """The hypergradient of the whole run, outer step by outer step: `tune`, with a purse."""
 
     name = "fds"
-    packages = ()
-    parallel = False
+    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None: ...
 
@@ -62,8 +66,7 @@ class GreedyScheme:
     """
 
     name = "greedy"
-    packages = ()
-    parallel = False
+    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None: ...
 
@@ -76,7 +79,7 @@ class GreedyScheme:
 
 
 def drive(arena: Arena, engine: Any) -> None:
-    """Take outer steps until they end or the purse does. Every outer step is an evaluation of the values it began at."""
+    """Take outer steps until they end or the purse does; each is an evaluation of the values it began at."""
     setup = arena.setup
     saved = arena.load("tuning.pt")
     tuning = Tuning(
@@ -140,11 +143,10 @@ def _phase(run: Any) -> str:
 
 
 class HypergradientDescent:
-    """Online hypergradients, run after run: the first from the user's starts, the others from random ones (Figure 1)."""
+    """Online hypergradients, run after run: the first from the user's starts, others from random ones (Figure 1)."""
 
     name = "hd"
-    packages = ()
-    parallel = False
+    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None: ...
 
@@ -155,7 +157,7 @@ class HypergradientDescent:
         setup = arena.setup
         trial = len(arena.past())
         while arena.purse.allows(setup.steps):
-            one = Trial(arena, trial, self.start(arena, trial), lambda saved, n=trial: self._begin(arena, n, saved))
+            one = Trial(arena, trial, self.start(arena, trial), partial(self._begin, arena, trial))
             one.to(setup.steps)
             one.forget()
             trial += 1

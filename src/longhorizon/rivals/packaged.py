@@ -40,7 +40,6 @@ class Packaged:
     """An optimizer of another package, trained once. It takes the place of the recipe's rule."""
 
     name: str
-    parallel: bool = False
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """How far each method is from the best known setting, over time, and the table of what came out.
 
-The best known setting is the best of all that were tested, of any method and seed. A method's score at a time is that of
-the setting it would have chosen then, by validation loss. Scores are test scores where every such setting was tested,
-and validation scores otherwise; of accuracy if there is one, else of the loss.
+The best known setting is the best of all that were tested, of any method and seed. A method's score at a time is that
+of the setting it would have chosen then, by validation loss. Scores are test scores where every such setting was
+tested, and validation scores otherwise; of accuracy if there is one, else of the loss.
 """
 
 import math
@@ -56,7 +56,7 @@ class Row:
     deviation: float | None  # between single trainings, of all seeds
     score_name: str
     regret: float | None
-    seconds_to_zero: float | None  # until its regret was within the tolerance, mean over seeds; None if any never was
+    seconds_to_zero: float | None  # until its regret was zero and stayed so, mean over seeds; None if any never was
     zero: int  # how many seeds got there
     seeds: int
     seconds: float  # spent, mean over seeds
@@ -139,8 +139,7 @@ def table(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> list[Ro
                 score, deviation = mean(good), stdev(good) if len(good) > 1 else 0.0
                 regret = known.best - mean(known.of[e.key] for e in finals)
             for path in by_seed.values():
-                at = next((t for t, e in path if known.best - known.of[e.key] <= known.tolerance), None)
-                zero_at += [] if at is None else [at]
+                zero_at += _zero(path, known)
         count = len(seeds)
         rows.append(
             Row(
@@ -162,7 +161,20 @@ def table(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> list[Ro
     return sorted(rows, key=lambda row: (row.regret is None, row.regret or 0.0))
 
 
-def _single(finals: Sequence[Evaluation], tests: Mapping[object, Tested], known: Scores) -> list[float | None]:
+def _zero(path: Sequence[tuple[float, Evaluation]], known: Scores) -> list[float]:
+    """From when on a seed's regret is zero, within the tolerance, and stays so; nothing if it is not in the end."""
+    at: list[float] = []
+    for time, e in path:
+        if known.best - known.of[e.key] > known.tolerance:
+            at = []
+        elif not at:
+            at = [time]
+    return at
+
+
+def _single(
+    finals: Sequence[Evaluation], tests: Mapping[tuple[str, int, int, int], Tested], known: Scores
+) -> list[float | None]:
     """The score of every single training of what a method chose in the end; None where one diverged."""
     what, name = known.name.split(" ", 1)
     if what == "test":

@@ -7,6 +7,7 @@ bounds. A setting is a plain dictionary from key to one number per window.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -96,4 +97,4 @@ def thinned(numbers: Sequence[float], finest: int = FINEST) -> list[float]:
     if len(numbers) <= finest:
         return [float(v) for v in numbers]
     edges = [round(w * len(numbers) / finest) for w in range(finest + 1)]
-    return [float(np.mean(numbers[a:b])) for a, b in zip(edges, edges[1:], strict=False)]
+    return [float(np.mean(numbers[a:b])) for a, b in pairwise(edges)]

@@ -54,7 +54,7 @@ def to_test(evaluations: Sequence[Evaluation], which: Which) -> list[Evaluation]
     return list(last.values()) if which == "last" else []
 
 
-def test_all(
+def try_all(
     setup: Setup,
     evaluations: Sequence[Evaluation],
     path: Path,

@@ -13,6 +13,7 @@ import torch
 
 from longhorizon import compile, tree
 from longhorizon.engines.base import Watch
+from longhorizon.functional import Buffers
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 from longhorizon.rivals.space import Setting
@@ -134,8 +135,9 @@ class TorchTraining:
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
         self.t: int = saved["t"] if saved else 0
-        first = tree.unpack((problem.start.params, problem.start.buffers), saved["model"]) if saved else None
-        params, self.buffers = first or (problem.start.params, problem.start.buffers)
+        first = (problem.start.params, problem.start.buffers)
+        params, buffers = tree.unpack(first, saved["model"]) if saved else first
+        self.buffers: Buffers = buffers
         self.params: Params = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
         self.optimizer = make(list(self.params.values()))
         self._mode("train")
