@@ -115,7 +115,10 @@ class Arena:
     def record(
         self, trial: int, steps: int, cost: int, counted: int, seconds: float, judged: Judged, values: Setting
     ) -> Evaluation:
-        """Pay for an evaluation and write it down."""
+        """Pay for an evaluation and write it down, unless that was done before a kill."""
+        known = self.found(trial, steps)
+        if known is not None:
+            return known
         self.purse.pay(cost, seconds)
         new = Evaluation(
             self.method,

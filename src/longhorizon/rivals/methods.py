@@ -97,7 +97,10 @@ def drive(arena: Arena, engine: Any) -> None:
     counted: int = saved["counted"] if saved else 0  # in the outer step in progress
     phase = _phase(saved["tuning"]["run"]) if saved else "train"
     saved_at = time.monotonic()
-    while not tuning.done and arena.purse.allows(tuning.horizon(tuning.index) * setup.seeds):
+    while not tuning.done:
+        steps = tuning.horizon(tuning.index)
+        if not arena.purse.allows(steps * setup.seeds) and arena.found(tuning.index, steps) is None:
+            return
         before = tuning.run.progress.phase if tuning.run is not None else phase
         phase = "train"
         try:

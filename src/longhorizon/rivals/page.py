@@ -1,11 +1,12 @@
 """The report of a comparison: regret over time and the table of methods, as one HTML page and as a picture."""
 
 import html
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from longhorizon.axes import as_percent, in_unit, short
+from longhorizon.axes import as_percent, in_unit, scale_of, short, symlog_ticks
 from longhorizon.extras import need
 from longhorizon.figures import Figure, Line, Panel
 from longhorizon.rivals.ledger import Evaluation, Ledger
@@ -85,7 +86,7 @@ def _panel(evaluations: Sequence[Evaluation], tests: Sequence[Tested], name: str
         colour = COLOURS.get(curve.method, OTHER)
         y = [factor * v for v in curve.mean]
         wide = [factor * v for v in curve.spread]
-        band = ([a - b for a, b in zip(y, wide, strict=True)], [a + b for a, b in zip(y, wide, strict=True)])
+        band = ([max(0.0, a - b) for a, b in zip(y, wide, strict=True)], [a + b for a, b in zip(y, wide, strict=True)])
         times: list[float | None] = [*curve.times]
         if len(times) == 1:  # a single evaluation: a short dash, to be seen
             assert times[0] is not None
@@ -102,12 +103,19 @@ def _panel(evaluations: Sequence[Evaluation], tests: Sequence[Tested], name: str
             )
         )
         legend.append((colour, curve.method))
+    known = [v for line in lines for v in line.y if v is not None]
+    scale = scale_of(known, "symlog")  # regret is zero in the end, and large at first
+    sizes = sorted(v for v in known if v > 0)
+    below = 10.0 ** math.floor(math.log10(sizes[len(sizes) // 10])) if sizes else 1.0
     unit = "points of per cent" if factor == 100.0 else ""
     return Panel(
         "by time" if clock == "seconds" else "by training steps",
         "time (s)" if clock == "seconds" else "inner steps",
         f"regret in {name}{f' ({unit})' if unit else ''}",
         lines,
+        scale,
+        below,
+        symlog_ticks(0.0, max(known), below) if scale == "symlog" else [],
         legend=legend,
         log_x=True,
     )
