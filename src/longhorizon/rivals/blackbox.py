@@ -40,6 +40,16 @@ class BlackBox:
 
     def check(self, setup: Setup) -> None: ...
 
+    def warm(self) -> None:
+        import optuna
+
+        with quiet():
+            study = optuna.create_study(sampler=self._sampler(0, 0))
+            for number in range(12):  # samplers begin with ten random trials
+                trial = study.ask()
+                trial.suggest_float("x", 0.0, 1.0)
+                study.tell(trial, float(number))
+
     def least(self, setup: Setup) -> int:
         return self.rungs(setup)[0]
 

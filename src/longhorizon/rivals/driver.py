@@ -135,6 +135,8 @@ def compare(
         method.check(setup)
     with environment(precision):
         _check_budget(setup, wanted, limit, budget)
+        for method in wanted:
+            method.warm()
     settings = settings_of(tuning) | {"kind": KIND, "outer_steps": tuning.outer_steps, "epoch": epoch}
     settings |= {"horizon": horizon, "precision": precision, "test_seeds": test_seeds}
     plan = {"methods": [m.name for m in wanted], "budget": budget, "repeats": repeats, "workers": workers, "test": test}

@@ -57,6 +57,8 @@ class OffTheShelf:
     def check(self, setup: Setup) -> None:
         SHELF[self.name](setup.rule, setup.steps)
 
+    def warm(self) -> None: ...
+
     def least(self, setup: Setup) -> int:
         return setup.steps
 
@@ -74,6 +76,8 @@ class Grid:
 
     def check(self, setup: Setup) -> None:
         _check_sgd(self.name, setup)
+
+    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.steps
@@ -100,6 +104,8 @@ class GridHalving:
 
     def check(self, setup: Setup) -> None:
         _check_sgd(self.name, setup)
+
+    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return halvings(setup.steps)[0]

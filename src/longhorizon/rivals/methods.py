@@ -35,6 +35,10 @@ class Method(Protocol):
         """Refuse a task that it cannot do."""
         ...
 
+    def warm(self) -> None:
+        """Load what its package loads at first use, so that this is on nobody's clock."""
+        ...
+
     def least(self, setup: Setup) -> int:
         """The training steps of its first evaluation."""
         ...
@@ -51,6 +55,8 @@ class Fds:
     packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.horizons[0] * setup.seeds
@@ -69,6 +75,8 @@ class GreedyScheme:
     packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.horizons[0] * setup.seeds
@@ -152,6 +160,8 @@ class HypergradientDescent:
     packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.steps

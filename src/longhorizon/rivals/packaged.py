@@ -47,6 +47,13 @@ class Packaged:
 
     def check(self, setup: Setup) -> None: ...
 
+    def warm(self) -> None:
+        weight = torch.zeros(1, requires_grad=True)
+        optimizer = OPTIMIZERS[self.name][1]([weight])
+        weight.grad = torch.ones(1)
+        getattr(optimizer, "train", lambda: None)()
+        optimizer.step()
+
     def least(self, setup: Setup) -> int:
         return setup.steps
 

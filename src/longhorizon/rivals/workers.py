@@ -158,6 +158,7 @@ def work(dir: Path, name: str, seed: int, left: float, worker: int, parent: int,
         )
         try:
             with environment(plan["precision"]), quiet():  # type: ignore[arg-type]
+                method.warm()
                 method.work(arena, unfinished, worker + 1)
         except Stop:
             return STOPPED
