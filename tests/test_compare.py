@@ -15,12 +15,14 @@ import torch
 import longhorizon as lh
 from longhorizon import offtheshelf, rundir
 from longhorizon import recipe as recipes
+from longhorizon.problem import environment, make_problem
 from longhorizon.rivals import hyperband, registry, space, workers
 from longhorizon.rivals.blackbox import BlackBox, quiet
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.fixed import appendix_f, halvings
 from longhorizon.rivals.ledger import Ledger
+from longhorizon.rivals.training import Counter, Training, judge
 from rivals_task import EPOCH, HYPERS, STEPS, compare, counted_task, make_task, without_clock
 
 ALL = list(registry.METHODS)
@@ -49,6 +51,20 @@ def test_a_diverged_run_is_charged_what_it_took():
     assert all(e.val_loss == math.inf and not e.best and e.cost < STEPS for e in bad)
     assert {row.method: row.score for row in found.table()}["hd"] is None
     assert {e.method for e in bad} == set(methods)
+
+
+def test_the_compiled_step_trains_the_same():
+    """What a GPU takes for long runs; here it is traced, and the seconds are not the point."""
+    with environment():
+        problem = make_problem(make_task(), lh.sgd(), HYPERS, STEPS, 0)
+        plain, fast = Training(problem, Counter()), Training(problem, Counter())
+        fast._compile = True
+        for _ in range(STEPS):
+            plain.advance()
+            fast.advance()
+    assert problem.inner.cache
+    assert judge(fast).val_loss == pytest.approx(judge(plain).val_loss, rel=1e-4)
+    assert fast.counter.steps == plain.counter.steps == STEPS
 
 
 # Hyperband
@@ -93,6 +109,24 @@ def test_trials_climb_rung_by_rung_and_most_end_early(tmp_path, method):
         assert [e.cost for e in climbed] == [2, 4, 12][: len(climbed)]  # on from the last rung, not from the start
     tops = sum(len(climbed) == 3 for climbed in by_trial.values())
     assert 0 < tops < len(by_trial)
+
+
+def test_a_search_is_not_told_how_ruined_a_network_is(tmp_path):
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    hypers = {"lr": lh.Hyper(0.0, step=1e37)}
+    settings = {"steps": STEPS, "outer_steps": 2, "budget": "3 runs", "epoch": EPOCH, "test": "none"}
+    for method in ("random", "hyperband"):
+        found = lh.compare(make_task(), lh.sgd(), hypers, methods=[method], dir=tmp_path / method, **settings)
+        assert max(e.val_loss for e in found.evaluations) > 1e30
+        storage = JournalStorage(JournalFileBackend(str(tmp_path / method / f"{method}-0" / "study.log")))
+        with quiet():
+            study = optuna.load_study(study_name=f"{method}-0", storage=storage)
+        told = [v for t in study.trials for v in [t.value, *t.intermediate_values.values()] if v is not None]
+        assert told
+        assert max(told) == study.user_attrs["ceiling"] < 10.0
 
 
 # The range of the search, and the budget
@@ -466,6 +500,29 @@ def test_fds_that_diverges_from_the_start_gives_up():
     found = lh.compare(make_task(), lh.sgd(), hypers, steps=STEPS, budget="9 runs", methods=["fds", "cosine"])
     assert "3 training runs in a row diverged" in found.gave_up["fds-0"]
     assert found.evaluations[-1].method == "cosine"
+    assert found.evaluations[-2].status.startswith("crashed: RuntimeError: 3 training runs in a row diverged")
+
+
+def test_a_model_that_fds_cannot_differentiate_ends_fds_alone():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x**2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    task = make_task(loss=lambda model, batch: Square.apply(model(batch[0])).mean())
+    found = compare(task=task, methods=["fds", "random"], test="none")
+    assert "cannot differentiate this model's gradient" in found.gave_up["fds-0"]
+    assert [e.status[:26] for e in found.evaluations if e.method == "fds"] == ["crashed: NotDifferentiable"]
+    assert all(e.status == "ok" for e in found.evaluations if e.method == "random")
 
 
 BAD = {

@@ -169,6 +169,8 @@ def _draw(panel: Panel, ax: Any) -> None:
             ax.set_ylim(*panel.y_range)
     elif panel.scale == "symlog":
         ax.set_yscale("function", functions=_symlog(panel.linear_below))
+        if panel.y_range is not None:
+            ax.set_ylim(*panel.y_range)
     if panel.scale != "linear":
         ax.yaxis.set_major_locator(FixedLocator([v for v, _ in panel.ticks]))
         ax.yaxis.set_major_formatter(FixedFormatter([t for _, t in panel.ticks]))

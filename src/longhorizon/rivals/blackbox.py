@@ -3,6 +3,10 @@
 A study is a journal file in the method's own folder. The sampler is made anew for every trial from the seed and the
 trial's number, so that a resumed search draws what an unbroken one would. A trial that was running when its process
 died is taken up again, at its last checkpoint.
+
+A network that training has ruined may have any loss, 1e25 as well as infinity, and a model of the loss that has to
+explain such numbers sees nothing else. So searches are told at most twice the loss of an untrained network; the journal
+has the loss itself.
 """
 
 import math
@@ -19,6 +23,8 @@ from longhorizon.rivals.space import setting_of
 from longhorizon.rivals.training import Training
 
 STUDY = "study.log"
+CEILING = 2.0  # times the loss of an untrained network
+_WARM: set[str] = set()  # samplers that this process has used
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,11 @@ class BlackBox:
     def check(self, setup: Setup) -> None: ...
 
     def warm(self) -> None:
+        if self.sampler in _WARM:
+            return
         import optuna
 
+        _WARM.add(self.sampler)
         with quiet():
             study = optuna.create_study(sampler=self._sampler(0, 0))
             for number in range(12):  # samplers begin with ten random trials
@@ -136,16 +145,26 @@ class BlackBox:
             if found.status.startswith("crashed"):
                 study.tell(trial, state=TrialState.FAIL)
                 break
+            told = min(found.val_loss, _ceiling(study, one, arena))
             if at == rungs[-1] and (math.isfinite(found.val_loss) or not self.early):
-                study.tell(trial, found.val_loss)
+                study.tell(trial, told)
                 break
             if hyperband.ETA**rung not in reported:
-                trial.report(found.val_loss, hyperband.ETA**rung)
+                trial.report(told, hyperband.ETA**rung)
             if trial.should_prune() or not math.isfinite(found.val_loss):
                 study.tell(trial, state=TrialState.PRUNED)
                 break
             one.keep()
         one.forget()
+
+
+def _ceiling(study: Any, trial: Trial, arena: Arena) -> float:
+    """The most that a search is told, from the first trial that got so far."""
+    if "ceiling" not in study.user_attrs:
+        training = trial.training
+        problem = arena.problem(trial.setting, trial.number) if training is None else training.problem
+        study.set_user_attr("ceiling", CEILING * float(problem.validation_loss(problem.start, 1)))
+    return float(study.user_attrs["ceiling"])
 
 
 class quiet:  # noqa: N801 - reads as a word

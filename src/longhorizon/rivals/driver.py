@@ -169,7 +169,7 @@ class _Run:
         self.ledger, self.gave_up = Ledger(dir / "journal.jsonl"), dict[str, str]()
 
     def all(self, seed: int, repeats: int, count: int, test: Which, test_seeds: int, keep: bool = True) -> Comparison:
-        with stop_signals(True) as asked:
+        with stop_signals(keep) as asked:
             try:
                 for own in range(seed, seed + repeats):
                     for method in self.methods:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longhorizon import seeds
 from longhorizon.hypers import argument
 from longhorizon.offtheshelf import SHELF, multistep
 from longhorizon.rivals.arena import Arena, Setup, Trial
@@ -126,7 +127,7 @@ class GridHalving:
 
 def order(seed: int, count: int) -> list[int]:
     """All numbers below `count`, shuffled, so that a grid cut short is not cut on one side."""
-    return [int(i) for i in np.random.default_rng(seed).permutation(count)]
+    return [int(i) for i in np.random.default_rng(seeds.mix(seed, count)).permutation(count)]
 
 
 def halvings(steps: int) -> list[int]:

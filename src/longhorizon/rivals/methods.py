@@ -113,7 +113,9 @@ def drive(arena: Arena, engine: Any) -> None:
         phase = "train"
         try:
             record = tuning.advance()
-        except RuntimeError as error:  # several runs in a row diverged, or the user's code failed
+        except Exception as error:  # several runs in a row diverged, the model has no such derivative, the user's code
+            crash = Judged(status=f"crashed: {words_of(error)}")
+            arena.record(tuning.index, steps, counted, counted, tuning.seconds, crash, plain(tuning.values))
             raise GaveUp(words_of(error)) from error
         if before == "train":
             counted += 1

@@ -117,6 +117,7 @@ def _panel(evaluations: Sequence[Evaluation], tests: Sequence[Tested], name: str
         below,
         symlog_ticks(0.0, max(known), below) if scale == "symlog" else [],
         legend=legend,
+        y_range=(0.0, 1.3 * max(known, default=1.0)) if scale == "symlog" else None,
         log_x=True,
     )
 

@@ -40,11 +40,12 @@ class Trains(Protocol):
     """A training run in progress."""
 
     problem: Problem
+    watch: Watch
     t: int  # steps taken
 
     @property
     def failed(self) -> int | None:
-        """The first step whose loss was not finite."""
+        """The first step whose loss was not finite, once it is known."""
         ...
 
     def advance(self) -> None:
@@ -64,8 +65,9 @@ class Trains(Protocol):
 
 def judge(training: Trains) -> Judged:
     """The validation loss and metrics now, by the functions that the tuner uses."""
-    if training.failed is not None:
-        return Judged(status=f"diverged: non-finite loss at step {training.failed}")
+    failed = training.watch.first  # on an accelerator `failed` is looked at now and then only
+    if failed is not None:
+        return Judged(status=f"diverged: non-finite loss at step {failed}")
     state, problem = training.weights(), training.problem
     loss = float(problem.validation_loss(state, training.t))
     if not math.isfinite(loss):
