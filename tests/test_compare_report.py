@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 import longhorizon as lh
+from longhorizon import cli_compare
 from longhorizon.cli import cli
 from longhorizon.rivals import testing
+from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.page import COLOURS, head, regret_figure, words, write_page
 from longhorizon.rivals.registry import METHODS
@@ -174,6 +176,38 @@ def command(*words):
 def environment():
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("kind", ["_Plain", "_Live", "_Json"])
+def test_what_is_shown_on_the_way(tmp_path, monkeypatch, capsys, kind):
+    show = getattr(cli_compare, kind)()
+    for name in ("every", "refresh"):
+        monkeypatch.setattr(show, name, 0.0, raising=False)
+    watcher = Watcher(show.method, show.evaluation, show.progress, show.note)
+    calls = 0
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += 1
+        if calls == 30:
+            raise OSError("gone")
+        return make_task().loss(model, batch)
+
+    try:
+        compare(tmp_path / "r", make_task(loss=loss), methods=["random", "fds"], test="none", watcher=watcher)
+    finally:
+        show.stop()
+    out, said = capsys.readouterr()
+    if kind == "_Json":
+        assert [json.loads(line)["method"] for line in out.splitlines()] == ["random"] * 5 + ["fds"] * 3
+        return
+    assert out == ""
+    assert "crashed: OSError: gone" in said
+    assert "random, seed 0" in said
+    assert "fds, seed 0" in said
+    assert "loss 0." in said
+    if kind == "_Plain":
+        assert re.search(r"random, seed 0: \d evaluations, \d+ % of the budget", said)
 
 
 RECIPE = 'task = "rivals_task:make_task"\nsteps = 18\nouter_steps = 3\ntest_seeds = 2\n[hypers.lr]\nstart = 0.1\n'
