@@ -1,4 +1,4 @@
-"""The tables in these pages that come from elsewhere: recipe keys from the code, measurements from the results of benchmarks and experiments.
+"""The tables in these pages that come from elsewhere: recipe keys from the code, measurements from results.
 
     python docs/tables.py           write them
     python docs/tables.py --check   say which are out of date, and exit with 1

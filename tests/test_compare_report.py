@@ -199,7 +199,7 @@ def test_what_is_shown_on_the_way(tmp_path, monkeypatch, capsys, kind):
         show.stop()
     out, said = capsys.readouterr()
     if kind == "_Json":
-        assert [json.loads(line)["method"] for line in out.splitlines()] == ["random"] * 5 + ["fds"] * 3
+        assert [json.loads(line)["method"] for line in out.splitlines()] == ["random"] * 4 + ["fds"] * 3
         return
     assert out == ""
     assert "crashed: OSError: gone" in said
