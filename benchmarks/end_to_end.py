@@ -82,11 +82,11 @@ def bookkeeping(problem: Problem, device: str) -> dict[str, float]:
     for t in range(repeats):
         batch = problem.batch(t)
     took["batch"] = synchronised(device) - began
-    step, hypers, ones = run._step(0), problem.hypers_at(run.t), run._ones(run.t, len(run.columns))
+    step, hypers, ones = run._step(0), problem.hypers_at(run.t), run._ones(run.t, len(run.tangents[0]))
     began = synchronised(device)
     for _ in range(repeats):
         step(run.state, batch, hypers, run.tangents, ones)
-    took["bare step"] = synchronised(device) - began
+    took["bare_step"] = synchronised(device) - began
     return {f"{name}_ms": round(seconds / repeats * 1e3, 4) for name, seconds in took.items()}
 
 

@@ -24,6 +24,7 @@ import json
 import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import step_cost as base
@@ -36,7 +37,8 @@ import longhorizon as lh
 from longhorizon import cuda, tree
 from longhorizon.problem import environment as around
 
-LOOP_UP_TO = 30  # columns; a hundred take ten seconds a step
+IN_A_ROW = 4  # calls between two looks at the clock: a training run does not wait for the device after every step
+LOOP_UP_TO = 9  # columns; thirty take three seconds a step
 
 
 def compiled_gradient(s: Setting, device: str) -> dict[str, Method]:
@@ -125,14 +127,17 @@ def kernels(repeat: Callable[[], Any], top: int = 12) -> dict[str, Any]:
     for e in events:
         kind = next((kind for word, kind in words.items() if word in e.key.lower()), "other")
         kinds[kind] = kinds.get(kind, 0) + e.self_device_time_total / 1e3
-    longest = [
-        {"ms": round(e.self_device_time_total / 1e3, 3), "calls": e.count, "kernel": e.key[:120]} for e in events
-    ]
+    longest = [(round(e.self_device_time_total / 1e3, 3), e.count, e.key[:120]) for e in events[:top]]
     return {
         "kernels": sum(e.count for e in events),
         "ms": {kind: round(ms, 2) for kind, ms in sorted(kinds.items(), key=lambda item: -item[1])},
         "longest": [{"ms": ms, "calls": calls, "kernel": kernel} for ms, calls, kernel in longest],
     }
+
+
+def _often(repeat: Callable[[], Any]) -> None:
+    for _ in range(IN_A_ROW):
+        repeat()
 
 
 class Table:
@@ -161,7 +166,7 @@ class Table:
             timed(repeat, self.args.device)
             row["gb"] = round((torch.cuda.max_memory_reserved() - before) / 1e9, 2)
         self.rows.append(row)
-        self.calls.append((precision, repeat))
+        self.calls.append(repeat)
         print(f"{precision:8} {name:22} N={n}: first {first:.1f} s, error {error:.1e}, {row.get('gb')} GB", flush=True)
 
     def _reserved(self) -> int:
@@ -171,67 +176,67 @@ class Table:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def time(self) -> None:
-        """Round robin; every method in the precision that it was made in."""
-        seen: list[list[float]] = [[] for _ in self.rows]
+    def time(self, precision: str) -> None:
+        """Round robin over the rows of one precision."""
+        chosen = [
+            (row, repeat) for row, repeat in zip(self.rows, self.calls, strict=True) if row["precision"] == precision
+        ]
+        seen: list[list[float]] = [[] for _ in chosen]
         for _ in range(self.args.repeats):
-            for times, (precision, repeat) in zip(seen, self.calls, strict=True):
-                with around(precision):
-                    repeat()
-                    times.append(timed(repeat, self.args.device))
-        for row, times in zip(self.rows, seen, strict=True):
+            for times, (_, repeat) in zip(seen, chosen, strict=True):
+                times.append(timed(partial(_often, repeat), self.args.device) / IN_A_ROW)
+        for (row, _), times in zip(chosen, seen, strict=True):
             row["ms"] = round(statistics.median(times) * 1e3, 2)
             row["ms_min_max"] = [round(min(times) * 1e3, 2), round(max(times) * 1e3, 2)]
-        unit = "gradient, CUDA graph" if self.args.device == "cuda" else "gradient, traced"
-        for row in self.rows:
-            same = {(r["method"], r["n"]): r["ms"] for r in self.rows if r["precision"] == row["precision"]}
-            row["compiled_gradients"] = round(row["ms"] / same[unit, None], 2)
-            if ("double-backward loop", row["n"]) in same:
-                row["faster_than_loop"] = round(same["double-backward loop", row["n"]] / row["ms"], 2)
+        found = {(row["method"], row["n"]): row["ms"] for row, _ in chosen}
+        unit = found["gradient, CUDA graph" if self.args.device == "cuda" else "gradient, traced", None]
+        for row, _ in chosen:
+            row["compiled_gradients"] = round(row["ms"] / unit, 2)
+            if ("double-backward loop", row["n"]) in found:
+                row["faster_than_loop"] = round(found["double-backward loop", row["n"]] / row["ms"], 2)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    table, profiles = Table(args), {}
-    exact: dict[Any, torch.Tensor] = {}
-    for n in args.counts:
-        with around():
+def exact_results(args: argparse.Namespace) -> dict[Any, torch.Tensor]:
+    """What every row is judged by, in float64."""
+    exact = {}
+    with around():
+        for n in args.counts:
             double = make_setting(args.model, n, args.batch, args.device, torch.float64)
             exact[n] = base.forward(double, compile=False, chunk=5)[1]()
-            if n == args.counts[0]:
-                exact["gradient"] = base.plain_gradient(double, args.model)[1]()
-                exact["training step"] = base.plain_step(double)[1]()
-            if n == 9:
-                exact["adjoint"] = base.adjoint(double)[1]()
-            del double
-    for precision in args.precisions:
-        with around(precision):
-            settings: dict[int, Setting] = {}
-            for n in args.counts:  # above ten columns, chunks of ten are compiled once for all
-                like = next((s.problem for m, s in settings.items() if min(m, n) > 10), None)
-                settings[n] = make_setting(args.model, n, args.batch, args.device, torch.float32, like)
-            s = settings[args.counts[0]]
-            table.add("gradient", None, precision, lambda s=s: base.plain_gradient(s, args.model), exact["gradient"])
-            for name, method in compiled_gradient(s, args.device).items():
-                table.add(name, None, precision, lambda method=method: method, exact["gradient"])
-            for n, s in settings.items():
-                if precision != args.precisions[0] and n != 9:
-                    continue
-                if n <= LOOP_UP_TO:
-                    loop = lambda s=s: base.double_backward_loop(s, args.model)  # noqa: E731
-                    table.add("double-backward loop", n, precision, loop, exact[n])
-                table.add("forward", n, precision, lambda s=s: base.forward(s, compile=True), exact[n])
-                if n == 9:
-                    if args.device == "cuda":
-                        profiles[f"forward, {precision}"] = kernels(table.calls[-1][1])
-                    methods = adjoint(s)
-                    for name in methods:
-                        table.add(name, n, precision, partial(methods.get, name), exact[name])
-                    if args.device == "cuda":
-                        profiles[f"adjoint, {precision}"] = kernels(table.calls[-1][1])
-                    if args.model == "wrn16" and importlib.util.find_spec("jax"):
-                        table.add("JAX", n, precision, partial(jax_peer, s, precision), exact[n])
-    table.time()
-    return {"rows": table.rows, "profile": profiles}
+        exact["gradient"] = base.plain_gradient(double, args.model)[1]()
+        exact["training step"] = base.plain_step(double)[1]()
+        exact["adjoint"] = base.adjoint(double)[1]()
+    return exact
+
+
+def measure(args: argparse.Namespace, table: Table, precision: str, exact: dict[Any, torch.Tensor]) -> dict[str, Any]:
+    """Fill the table with the rows of one precision; returns where the engines' time goes."""
+    profiles = {}
+    settings: dict[int, Setting] = {}
+    for n in args.counts if precision == args.precisions[0] else args.counts[:1]:
+        like = next((s.problem for m, s in settings.items() if min(m, n) > 10), None)  # chunks of ten, compiled once
+        settings[n] = make_setting(args.model, n, args.batch, args.device, torch.float32, like)
+    main = args.counts[0]
+    s = settings[main]
+    table.add("gradient", None, precision, partial(base.plain_gradient, s, args.model), exact["gradient"])
+    for name, method in compiled_gradient(s, args.device).items():
+        table.add(name, None, precision, partial(lambda method: method, method), exact["gradient"])
+    for n, s in settings.items():
+        if n <= LOOP_UP_TO:
+            table.add("double-backward loop", n, precision, partial(base.double_backward_loop, s, args.model), exact[n])
+        table.add("forward", n, precision, partial(base.forward, s, compile=True), exact[n])
+        if n != main:
+            continue
+        if args.device == "cuda":
+            profiles[f"forward, {precision}"] = kernels(table.calls[-1])
+        for name, method in adjoint(s).items() if "adjoint" not in args.skip else ():
+            table.add(name, n, precision, partial(lambda method: method, method), exact[name])
+        if args.device == "cuda" and "adjoint" not in args.skip:
+            profiles[f"adjoint, {precision}"] = kernels(table.calls[-1])
+        if args.model == "wrn16" and "jax" not in args.skip and importlib.util.find_spec("jax"):
+            table.add("JAX", n, precision, partial(jax_peer, s, precision), exact[n])
+    table.time(precision)
+    return profiles
 
 
 def main() -> None:
@@ -239,8 +244,9 @@ def main() -> None:
     parser.add_argument("--model", choices=base.MODELS, default="wrn16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--counts", default="1,9,30,100")
-    parser.add_argument("--precisions", default="float32,tf32", help="the second one for N = 9 alone")
+    parser.add_argument("--counts", default="9,1,30,100", help="values; the adjoint, JAX and TF32 for the first alone")
+    parser.add_argument("--precisions", default="float32,tf32")
+    parser.add_argument("--skip", default="", help="adjoint, jax")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
     args = parser.parse_args()
@@ -248,17 +254,20 @@ def main() -> None:
     args.precisions = args.precisions.split(",") if args.device == "cuda" else ["float32"]
     record = environment(args.device)
     record.pop("tf32", None)
-    found = measure(args)
-    for row in found["rows"]:
+    settings = {key: getattr(args, key) for key in ("model", "batch", "device", "repeats")}
+    content: dict[str, Any] = {"environment": record, "settings": settings, "rows": [], "profile": {}}
+    exact, table = exact_results(args), Table(args)
+    for precision in args.precisions:
+        with around(precision):
+            content["profile"] |= measure(args, table, precision, exact)
+        content["rows"] = table.rows
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        Path(args.to, f"step_cost_{args.model}_{args.device}.json").write_text(text)
+    for row in table.rows:
         n = "" if row["n"] is None else f"N={row['n']}"
         loop = f"{row['faster_than_loop']:6.2f} × loop" if "faster_than_loop" in row else ""
         units = f"{row['compiled_gradients']:7.2f} gradients"
         print(f"{row['precision']:8} {row['method']:22} {n:6}{row['ms']:9.2f} ms {units} {loop}")
-    settings = {key: getattr(args, key) for key in ("model", "batch", "device", "repeats")}
-    content = {"environment": record, "settings": settings, **found}
-    name = f"step_cost_{args.model}_{args.device}.json"
-    with open(f"{args.to}/{name}", "w") as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,21 +8,17 @@ Result:  in the file; README.md shows it.
 """
 
 import argparse
-import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from record import environment, write
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon.offtheshelf import train_off_the_shelf
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from environment import environment
 
 RESULTS = Path(__file__).parent / "results" / "digits.json"
 
@@ -76,10 +72,7 @@ def main() -> None:
         "seconds_per_tuning_run": mean(r["seconds"] for r in runs),
         "runs": runs,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.out.with_name(args.out.name + ".part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(args.out)
+    write(args.out, content)
     for name, row in table.items():
         print(
             f"{name:<32} loss {row['loss']:.4f}, accuracy {100 * row['accuracy']:.2f} ± {100 * row['deviation']:.2f} %"

@@ -10,10 +10,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import longhorizon as lh
-from longhorizon import compile, tree
+from longhorizon import compile, swaps, tree
+from longhorizon.engines import adjoint
 from longhorizon.engines.entry import compute
 from longhorizon.engines.forward import tangent_step
 from longhorizon.problem import environment, make_problem
+from longhorizon.simplify import simplify
 from problems import Case, classify, draw, held_out, images, mlp, pairs, problem, stream, task_of
 
 aten = torch.ops.aten
@@ -46,7 +48,7 @@ def convnet():
 def test_what_zeros_do_is_taken_out():
     graph, args, expected = traced_step(Case(task_of(convnet, images)))
     before = operations(graph)
-    compile.simplify(graph)
+    simplify(graph)
     after = operations(graph)
     # Two convolutions are the step itself; for each, one has the tangent of its weight and one that of its input. The
     # sixth of these, with the tangent of the data, is a convolution of zeros.
@@ -61,11 +63,29 @@ def test_what_zeros_do_is_taken_out():
 
 def test_no_convolution_computes_a_gradient_that_nobody_reads():
     graph, _, _ = traced_step(Case(task_of(convnet, images)))
-    compile.simplify(graph)
+    simplify(graph)
     backward = [node for node in graph.graph.nodes if node.target is aten.convolution_backward.default]
     assert backward
     for node in backward:
         assert {i for i, wanted in enumerate(node.args[10]) if wanted} <= {user.args[1] for user in node.users}
+
+
+@pytest.mark.parametrize(("kernel", "padding", "stride"), [(3, 1, 1), (5, 2, 1), (1, 0, 1), (3, 0, 1), (3, 1, 2)])
+def test_the_gradient_of_an_input_is_a_convolution_turned_round(monkeypatch, kernel, padding, stride):
+    monkeypatch.setattr(swaps, "TURNS", ("cpu",))
+
+    def gradients(x, w):
+        return torch.func.grad(lambda x, w: F.conv2d(x, w, None, stride, padding).square().sum(), (0, 1))(x, w)
+
+    args = torch.randn(2, 3, 6, 6), torch.randn(4, 3, kernel, kernel)
+    graph = make_fx(gradients)(*args)
+    before = operations(graph)
+    simplify(graph)
+    after = operations(graph)
+    keeps_size = stride == 1 and padding == kernel // 2
+    assert after[aten.convolution.default] - before[aten.convolution.default] == int(keeps_size)
+    assert after[aten.convolution_backward.default] == 1  # for the weight
+    assert compile._difference(gradients(*args), graph(*args)) is None
 
 
 @pytest.mark.parametrize("name", ["batchnorm-eval", "dropout", "transformer", "learnt-loss", "buffers"])
@@ -77,7 +97,7 @@ def test_simplifying_changes_no_number(name):
         )
     graph, args, expected = traced_step(case)
     before = sum(operations(graph).values())
-    compile.simplify(graph)
+    simplify(graph)
     assert sum(operations(graph).values()) < before
     torch.manual_seed(0)
     assert compile._difference(expected, graph(*args)) is None
@@ -243,3 +263,22 @@ def test_both_ways_of_a_fork_were_taken():
     }
     assert signs == {True, False}
     assert {name for name, _ in model.named_parameters()} == p.start.params.keys()
+
+
+def test_a_long_run_on_the_cpu_traces_its_steps_back(monkeypatch):
+    monkeypatch.setattr(adjoint, "WORTH_TRACING_BACK", 9)
+    case, engine = problem("batchnorm-eval"), lh.Adjoint()
+    with environment():
+        p = make_problem(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=2)}, 9, 0)
+        found = compute(p, engine)
+        assert [key for key, _, _ in p.inner.cache] == [("back", None)]
+        plain = compute(make_problem(case.task, lh.sgd(), p.hypers, 9, 0), lh.Adjoint(compile=False))
+    torch.testing.assert_close(found.grad["lr"], plain.grad["lr"], rtol=1e-10, atol=0)
+
+
+def test_a_step_back_that_draws_random_numbers_is_not_traced():
+    with environment():
+        p = make_problem(problem("dropout").task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 9, 0)
+        assert p.draws
+        compute(p, lh.Adjoint(compile=True))
+        assert "back" not in str([key for key, _, _ in p.inner.cache])

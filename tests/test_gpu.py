@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import longhorizon as lh
+from longhorizon import convolution
 from longhorizon.problem import environment
 
 pytestmark = [
@@ -69,6 +70,16 @@ def test_the_gpu_gives_what_the_cpu_gives(engine, reference):
 @pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(store="all", compile=True)], ids=repr)
 def test_float32_is_near_float64(engine, reference):
     assert_close(hypergradient(engine, dtype=torch.float32), reference, 1e-3)
+
+
+@pytest.mark.parametrize(("channels", "size", "count"), [(16, 32, 70), (32, 16, 300), (16, 7, 1400)])
+def test_the_convolution_for_few_channels_is_accurate(channels, size, count):
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(count, channels, size, size, generator=generator).cuda()
+    weight = torch.randn(channels, channels, 3, 3, generator=generator).cuda()
+    assert convolution.suits((image.shape, image.dtype, image.device), weight.shape, tf32=False)
+    found, exact = convolution.small_convolution()(image, weight), F.conv2d(image.double(), weight.double(), padding=1)
+    assert (found - exact).norm() <= 1e-6 * exact.norm()
 
 
 def test_replay_is_exact_in_float32():

@@ -79,6 +79,13 @@ def test_gradient_descent_is_algorithm_1():
     assert path == pytest.approx([0.2, 0.1, 0.1])
 
 
+def test_gradient_descent_with_a_clip_moves_no_further():
+    path, _ = descend([-2.0, 0.5, math.inf, -7.0], lh.GradientDescent(0.1, clip=1.0))
+    assert path == pytest.approx([0.1, 0.05, 0.05, 0.15])
+    assert str(lh.GradientDescent()) == "GradientDescent(rate=0.1)"  # as in run directories of before
+    assert str(lh.GradientDescent(clip=3.0)) == "GradientDescent(rate=0.1, clip=3.0)"
+
+
 def test_gradient_descent_on_the_log_scale_follows_the_chain_rule():
     path, _ = descend([3.0], lh.GradientDescent(0.1), start=2.0, scale="log")
     assert path[0] == pytest.approx(2.0 * math.exp(-0.1 * 3.0 * 2.0))
@@ -122,6 +129,7 @@ def test_search_range_is_gamma_times_outer_steps_within_bounds():
         (lambda: as_outer(lh.SignDescent), "expected lh.SignDescent"),
         (lambda: lh.SignDescent(factor=1.0), "factor=1.0"),
         (lambda: lh.GradientDescent(rate=-1.0), "rate=-1.0"),
+        (lambda: lh.GradientDescent(clip=0.0), "clip=0.0"),
         (lambda: lh.GradientDescent(rate={"lr": float("nan")}), "expected positive numbers"),
         (lambda: lh.SignDescent(tolerance=2.0), "tolerance=2.0"),
         (lambda: lh.GradientDescent({"momentum": 0.1}).init(hypers()), "no rate for hyperparameter 'lr'"),

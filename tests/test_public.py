@@ -16,17 +16,27 @@ PACKAGE = Path(lh.__file__).parent
 # torch and numpy). What is built on the core may import all of it; the core knows nothing of that.
 LAYERS = [
     ["engines"],
+    ["accuracy"],
     ["problem"],
     ["result", "compile"],
+    ["simplify"],
+    ["swaps"],
+    ["convolution"],
+    ["kernels"],
     ["inner"],
     ["functional"],
     ["batches"],
     ["task", "rules", "hypers"],
-    ["tree", "seeds", "cuda"],
+    ["tree", "seeds", "cuda", "meter"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-ENGINE_LAYERS = [["entry"], ["choose", "greedy"], ["adjoint", "forward", "difference"], ["silent", "base", "vjp"]]
+ENGINE_LAYERS = [
+    ["entry"],
+    ["choose", "greedy"],
+    ["adjoint", "forward", "difference"],
+    ["silent", "base", "vjp", "reader"],
+]
 ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name in names}
 
 

@@ -84,12 +84,12 @@ def _in_double(task: Task) -> Task:
         task,
         model=lambda: task.model().double(),
         train=lambda seed: _stream_in_double(task.train(seed)),
-        val=lambda seed: [_doubled(batch) for batch in task.val(seed)],
+        val=lambda seed: [tree.doubled(batch) for batch in task.val(seed)],
     )
 
 
 def _stream_in_double(batches: Any) -> Any:
-    return _Doubled(batches) if hasattr(batches, "__getitem__") else map(_doubled, batches)
+    return _Doubled(batches) if hasattr(batches, "__getitem__") else map(tree.doubled, batches)
 
 
 class _Doubled:
@@ -99,11 +99,7 @@ class _Doubled:
         self.batches = batches
 
     def __getitem__(self, step: int) -> Any:
-        return _doubled(self.batches[step])
-
-
-def _doubled(batch: Any) -> Any:
-    return tree.map(lambda x: x.double() if tree.is_real(x) else x, batch)
+        return tree.doubled(self.batches[step])
 
 
 def _moved(hyper: Hyper, steps: int) -> Hyper:

@@ -131,7 +131,7 @@ def save_picture(figure: Figure, path: Path) -> None:
     from matplotlib.figure import Figure as Sheet
 
     columns = min(COLUMNS, len(figure.panels))
-    if figure.name == "validation":  # by outer step and by time are pairs
+    if figure.name == "validation" or len(figure.panels) == 4:  # pairs, by outer step and by time; a square
         columns = 2
     rows = math.ceil(len(figure.panels) / columns)
     wide, high = figure.size

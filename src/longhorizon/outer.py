@@ -88,14 +88,21 @@ class GradientDescent:
 
     Args:
         rate: one for all, or one per key.
+        clip: bound on each g / W, so that no value moves further than rate · clip in one outer step.
     """
 
     rate: float | Mapping[str, float] = 0.1
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         for rate in self.rate.values() if isinstance(self.rate, Mapping) else [self.rate]:
             if not 0 < rate < math.inf:
                 raise ValueError(f"GradientDescent(rate={self.rate}): expected positive numbers.")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"GradientDescent(clip={self.clip}): expected a positive bound, or None for no clip.")
+
+    def __repr__(self) -> str:  # a run directory knows its outer optimizer by this text; older ones have no clip
+        return f"GradientDescent(rate={self.rate!r}{'' if self.clip is None else f', clip={self.clip!r}'})"
 
     def init(self, hypers: Mapping[str, Hyper]) -> State:
         rates = self.rate if isinstance(self.rate, Mapping) else dict.fromkeys(hypers, self.rate)
@@ -108,7 +115,10 @@ class GradientDescent:
         new = dict(values)
         for key, hyper in _learnt(hypers).items():
             slope = _in_scale(mean[key], values[key], hyper)
-            new[key] = move(values[key], -state["rate"][key] * torch.where(slope.isfinite(), slope, 0.0), hyper)
+            slope = torch.where(slope.isfinite(), slope, 0.0)
+            if self.clip is not None:
+                slope = slope.clamp(-self.clip, self.clip)
+            new[key] = move(values[key], -state["rate"][key] * slope, hyper)
         return new, state
 
     def shrink(self, state: State) -> State:

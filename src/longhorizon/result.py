@@ -6,6 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 from longhorizon.functional import Buffers
+from longhorizon.meter import Meter
 from longhorizon.rules import Params
 
 REMEDIES = {
@@ -51,6 +52,7 @@ class Hypergradient:
         engine: which engine computed it, and why if it was chosen automatically.
         train_loss: the training loss before every step.
         per_step: per key, the hypergradient of every single step (with `per_step=True`).
+        meter: how the tangents or the adjoint grew along the run (Forward and Adjoint).
     """
 
     grad: dict[str, Tensor]
@@ -62,3 +64,4 @@ class Hypergradient:
     engine: str
     train_loss: Tensor
     per_step: dict[str, Tensor] | None = None
+    meter: Meter | None = None

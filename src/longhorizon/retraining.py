@@ -8,7 +8,7 @@ import torch
 
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
-from longhorizon.problem import environment, make_problem
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
@@ -71,12 +71,13 @@ def retrain(
     whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
     losses: list[float] = []
     metrics: dict[str, list[float]] = {}
+    problem: Problem | None = None
     with environment():
         for number, seed in enumerate(chosen):
-            problem = make_problem(whole, rule, hypers, steps, seed, values)
-            state = problem.start
+            problem = make_problem(whole, rule, hypers, steps, seed, values, like=problem)
+            state, train_step = problem.start, problem.stepper(steps * len(chosen))
             for step in range(steps):
-                state, loss = problem.train_step(state, step)
+                state, loss = train_step(state, step)
                 if progress is not None:
                     progress(number * steps + step + 1, len(chosen) * steps)
                 if step % 100 == 99 and not torch.isfinite(loss):

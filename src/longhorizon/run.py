@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from longhorizon.accuracy import rounding_error
 from longhorizon.cuda import Precision
 from longhorizon.engines import Engine
 from longhorizon.hypers import Hyper
@@ -22,6 +23,8 @@ from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.tuning import OuterStep, Tuning
+
+MEASURED = "hessian_product_error"  # in the record of the environment
 
 
 class Interrupted(KeyboardInterrupt):
@@ -152,9 +155,13 @@ def _drive(
     saved_at = time.monotonic()
     if progress is not None and not tuning.done:
         progress(tuning)
+    measured = directory is None or MEASURED in (directory.describe().get("environment") or {})
     with stop_signals(directory is not None) as asked:
         while not tuning.done:
             record = tuning.advance()
+            if not measured and directory is not None and tuning.problem is not None:
+                directory.measured(MEASURED, rounding_error(tuning.problem))
+                measured = True
             if record is not None:
                 history.append(record)
                 if directory is not None:

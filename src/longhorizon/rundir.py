@@ -109,6 +109,12 @@ class RunDirectory:
             ).encode(),
         )
 
+    def measured(self, name: str, value: float | str | None) -> None:
+        """Add to the environment's record something that only the run itself could show."""
+        there = self.describe()
+        environment = there.get("environment") or {}
+        self.save_json("run.json", there | {"environment": environment | {name: value}})
+
     def describe(self) -> dict[str, Any]:
         """The content of run.json."""
         path = self.path / "run.json"

@@ -29,6 +29,11 @@ def is_real(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
+def doubled(tree: Tree) -> Tree:
+    """The same tree with its floating-point leaves in float64."""
+    return map(lambda leaf: leaf.double() if is_real(leaf) else leaf, tree)
+
+
 def split(tree: Tree) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tree]]:
     """The floating-point leaves of `tree`, and how to rebuild the tree around new ones.
 

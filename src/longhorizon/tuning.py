@@ -119,6 +119,11 @@ class Tuning:
         """The hypergradient in progress."""
         return self._run
 
+    @property
+    def problem(self) -> Problem | None:
+        """The training run in progress."""
+        return self._problem
+
     def horizon(self, index: int) -> int:
         """Inner steps of an outer step: its entry of `steps`, or the last one."""
         return self.horizons[min(index, len(self.horizons) - 1)]

@@ -18,12 +18,14 @@ from torch import Tensor
 from longhorizon import compile, tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
+from longhorizon.engines.reader import Reader, largest
 from longhorizon.engines.silent import check_buffers, check_twice
 from longhorizon.engines.vjp import pure_step_back, step_back
 from longhorizon.inner import Hypers, State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
+WORTH_TRACING_BACK = 300  # steps of a run on the CPU that pay for tracing the step back
 MEMORY_SHARE = 0.5  # of the free memory that a trajectory (and kept batches) may take
 
 
@@ -41,7 +43,8 @@ class Adjoint:
         clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal).
         per_step: also return the hypergradient of every single step.
         compile: "auto" compiles both the step and the step back on a GPU, if the run is long and all states are kept
-            (a replay needs kernels that give the same bits twice); True always, False never.
+            (a replay needs kernels that give the same bits twice), and traces the step back of a long run on the CPU;
+            True always, False never.
     """
 
     store: Literal["auto", "all", "sqrt"] = "auto"
@@ -104,9 +107,12 @@ class AdjointRun:
         self.keep_all = engine.keeps_all(problem)
         worth = problem.device.type == "cuda" and self.keep_all and problem.steps >= compile.WORTH_COMPILING
         self.compile = worth if engine.compile == "auto" else engine.compile
+        on_cpu = engine.compile == "auto" and problem.device.type == "cpu"
+        self.compile_back = self.compile or (on_cpu and problem.steps >= WORTH_TRACING_BACK)
         problem.batches.keep()
         _check_kept_batches(problem)
         self.watch = watch or Watch(problem, saved and saved["watch"])
+        self.reader = Reader("adjoint", problem, 1, saved=saved and saved.get("meter"))
         self.status, self.val_loss = Status(), torch.tensor(torch.nan)
         self.per_step = {
             key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
@@ -153,6 +159,7 @@ class AdjointRun:
             "val_loss": self.val_loss.clone(),
             "status": [self.status.what, self.status.step],
             "watch": self.watch.save(),
+            "meter": self.reader.save(),
         }
 
     def result(self) -> Hypergradient:
@@ -168,6 +175,7 @@ class AdjointRun:
             self.status,
             self.watch.losses,
             per_step if self.engine.per_step else None,
+            self.reader.meter([0]),
         )
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -196,27 +204,14 @@ class AdjointRun:
 
     def _step(self, state: State, step: int) -> tuple[State, Tensor]:
         """One training step, compiled if that was decided."""
-        problem = self.problem
-        if not self.compile:
-            return problem.train_step(state, step)
-        inner, batch = problem.inner, problem.batch(step)
-        problem.seed_step(step)
-        fast = compile.traced(
-            lambda state, batch, hypers: inner.pure_step(state, batch, hypers),  # make_fx counts a method's self
-            inner.cache,
-            "step",
-            lambda: problem.seed_step(step),
-            inner.step,
-        )
-        new_state, loss = fast(state, batch, problem.hypers_at(step))
-        return new_state, loss
+        return (self.problem.compiled_step if self.compile else self.problem.train_step)(state, step)
 
     def _step_back(
         self, state: State, step: int, cotangent: State, clip: float | None
     ) -> tuple[State, dict[str, Tensor], Tensor]:
         """The VJP of a step, compiled if that was decided and the step is a pure function."""
         problem = self.problem
-        if not self.compile or problem.draws:
+        if not self.compile_back or problem.draws:
             return step_back(problem, state, step, cotangent, clip)
         batch, hypers = problem.batch(step), problem.hypers_at(step)
         problem.seed_step(step)
@@ -247,6 +242,7 @@ class AdjointRun:
         if not torch.isfinite(self.val_loss):
             self.status, self.phase, self.cotangent = Status("validation loss", self.last), "done", None
             return
+        self.reader.take(self.last, largest(list(self.cotangent.params.values()))[None])
         self.phase = "back"
 
     def _replay(self) -> None:
@@ -285,6 +281,8 @@ class AdjointRun:
             old = self.per_step[key][step]
             self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
         self.t = step
+        if self.reader.due(step):
+            self.reader.take(step, largest(list(self.cotangent.params.values()))[None])
         if step == self.first:
             self.phase = "done"
         if step == self.first or (self.last - step) % self.watch.every == 0:

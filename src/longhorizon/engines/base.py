@@ -12,6 +12,7 @@ from torch import Tensor
 
 from longhorizon.hypers import window_lengths
 from longhorizon.inner import State
+from longhorizon.meter import Meter
 from longhorizon.problem import NotDifferentiable, Problem
 from longhorizon.result import Hypergradient, Status
 
@@ -109,6 +110,7 @@ def finish(
     status: Status,
     losses: Tensor,
     per_step: dict[str, Tensor] | None = None,
+    meter: Meter | None = None,
 ) -> Hypergradient:
     """Gather a result on the CPU, in float64 where it is a hypergradient."""
     if status.ok and not torch.isfinite(torch.as_tensor(val_loss)):
@@ -116,7 +118,7 @@ def finish(
     grad = {key: g.detach().to("cpu", torch.float64) for key, g in grad.items()}
     mean = {key: g / window_lengths(problem.steps, len(g)) for key, g in grad.items()}
     return Hypergradient(
-        grad, mean, float(val_loss), state.params, state.buffers, status, engine, losses.detach().cpu(), per_step
+        grad, mean, float(val_loss), state.params, state.buffers, status, engine, losses.detach().cpu(), per_step, meter
     )
 
 

@@ -1,6 +1,6 @@
 """Central differences: the slow truth that the other engines are checked against."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longhorizon import tree
 from longhorizon.engines.base import Progress, Watch, check_repeated, finish
-from longhorizon.hypers import argument
+from longhorizon.hypers import argument, nearest
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
@@ -24,9 +24,11 @@ class FiniteDifference:
     Args:
         eps: δ as a fraction of the value, of 0.1 where the value is zero. Truncation falls with δ², rounding grows
             with 1/δ; in float64 both are near 1e-9 at the default. A mapping sets it per key.
+        only: the values to shift, as windows per key; the others get NaN. By default all.
     """
 
     eps: float | Mapping[str, float] = 1e-4
+    only: Mapping[str, Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for eps in self.eps.values() if isinstance(self.eps, Mapping) else [self.eps]:
@@ -34,10 +36,24 @@ class FiniteDifference:
                 raise ValueError(f"FiniteDifference(eps={eps}): expected a positive fraction.")
 
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "DifferenceRun":
+        for key in self.only or ():
+            if key not in problem.learnt:
+                raise ValueError(f"only has the key {key!r}, which is not learnt.{nearest(key, problem.learnt)}")
         return DifferenceRun(self, problem, saved)
 
     def __str__(self) -> str:
         return "central differences"
+
+    def windows(self, problem: Problem, key: str) -> Sequence[int]:
+        """Which values of a key are shifted."""
+        every = range(problem.hypers[key].windows)
+        if self.only is None:
+            return every
+        chosen = list(self.only.get(key, ()))
+        unknown = [w for w in chosen if w not in every]
+        if unknown:
+            raise ValueError(f"only={{{key!r}: {unknown}}}: {key} has the windows 0 to {len(every) - 1}.")
+        return chosen
 
     def distance(self, problem: Problem, key: str, value: float) -> float:
         """δ for one value."""
@@ -51,9 +67,7 @@ class DifferenceRun:
     def __init__(self, engine: FiniteDifference, problem: Problem, saved: dict[str, Any] | None):
         self.engine, self.problem = engine, problem
         # The middle run last, so that its weights are the ones at hand in the end.
-        self.runs = [
-            (key, w, sign) for key in problem.learnt for w in range(problem.hypers[key].windows) for sign in (1, -1)
-        ]
+        self.runs = [(key, w, sign) for key in problem.learnt for w in engine.windows(problem, key) for sign in (1, -1)]
         self.total = len(self.runs) + 1
         self.watch = Watch(problem, saved and saved["watch"])
         self.losses: list[Tensor] = list(saved["losses"]) if saved else []
@@ -72,7 +86,7 @@ class DifferenceRun:
         return Progress("train", len(self.losses) * steps + (0 if self.done else self.t), self.total * steps)
 
     def advance(self) -> None:
-        self.state, loss = self._shifted.train_step(self.state, self.t)
+        self.state, loss = self._shifted.stepper(self.total * self.problem.steps)(self.state, self.t)
         if self.t == 0:
             self._check_first(loss)
         self.t += 1
@@ -89,12 +103,15 @@ class DifferenceRun:
 
     def result(self) -> Hypergradient:
         problem = self.problem
-        grads = {key: torch.zeros(problem.hypers[key].windows, dtype=torch.float64) for key in problem.learnt}
+        grads = {}
+        for key in problem.learnt:
+            grads[key] = torch.full((problem.hypers[key].windows,), torch.nan, dtype=torch.float64)
+            grads[key][list(self.engine.windows(problem, key))] = 0
         for (key, w, sign), loss in zip(self.runs, self.losses, strict=False):
             delta = self.engine.distance(problem, key, float(problem.values[key][w]))
             grads[key][w] += sign * loss.cpu() / (2 * delta)
         status = Status() if self.watch.first is None else Status("loss", self.watch.first)
-        if status.ok and self.losses[-1].isfinite() and not all(bool(g.isfinite().all()) for g in grads.values()):
+        if status.ok and self.losses[-1].isfinite() and not all(bool(loss.isfinite()) for loss in self.losses):
             status = Status("difference", problem.steps)
         return finish(problem, str(self.engine), grads, self.losses[-1], self.state, status, self.watch.losses)
 

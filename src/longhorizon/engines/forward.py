@@ -20,6 +20,7 @@ from torch.func import grad, jvp, vmap
 
 from longhorizon import compile, tree
 from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
+from longhorizon.engines.reader import Reader
 from longhorizon.functional import PlainLosses
 from longhorizon.hypers import window_start
 from longhorizon.inner import Hypers, Inner, State
@@ -28,7 +29,7 @@ from longhorizon.result import Hypergradient, Status
 
 AT_ONCE = 10  # columns of a compiled step on a GPU: more gain nothing, and take memory and another compilation
 
-_OUT_DIMS: Any = (None, None, 0)
+_OUT_DIMS: Any = (None, None, 0, 0)
 Tangents = list[Tensor]  # one per float leaf of the state, columns first
 
 
@@ -85,12 +86,17 @@ class ForwardRun:
         self.starts = [column[0] for column in self.columns]
         self._edges = sorted({*self.starts, problem.steps})  # where the number of columns changes
         self._place = {(key, w): place for place, (_, _, key, w) in enumerate(self.columns)}
-        # On a GPU one compiled shape serves all: columns that have not begun are zeros.
+        # On a GPU one compiled shape serves all: columns that have not begun are zeros, and so are those that fill up
+        # the last chunk.
         self._padded = problem.device.type == "cuda" and self._compiles(0)
         parts = -(-len(self.columns) // AT_ONCE)
         self._chunk = engine.chunk or (-(-len(self.columns) // parts) if self._padded else None)
+        self._units: tuple[Any, Hypers] = (None, {})  # of the windows in hand
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
+        self.reader = Reader(
+            "tangents", problem, len(self.columns), engine.clip is not None, saved and saved.get("meter")
+        )
         if saved is None:
             self.t, self.state = 0, problem.start
             self.tangents = [leaf.new_zeros((0, *leaf.shape)) for leaf in tree.split(self.state)[0]]
@@ -112,9 +118,10 @@ class ForwardRun:
         return {
             "t": self.t,
             "state": tree.pack(self.state),
-            "tangents": tree.pack(self.tangents),
+            "tangents": tree.pack([leaf[: self.active(self.t - 1)] for leaf in self.tangents]),
             "bad": self._bad.clone(),
             "watch": self.watch.save(),
+            "meter": self.reader.save(),
         }
 
     def active(self, step: int) -> int:
@@ -128,32 +135,35 @@ class ForwardRun:
 
     def advance(self) -> None:
         problem, t = self.problem, self.t
-        batch = problem.batch(t)
+        batch, hypers = problem.batch(t), problem.hypers_at(t)
         count = self.active(t)
-        tangents = [_grown(leaf, count) for leaf in self.tangents]
-        hypers, ones = problem.hypers_at(t), self._ones(t, count)
-        size = self._chunk or count
-        if self._padded:
-            full = -(-count // size) * size
-            tangents = [_grown(leaf, full) for leaf in tangents]
-            ones = {key: _grown(one, full) for key, one in ones.items()}
-        parts = []
+        chunk = self._chunk or count
+        width = -(-count // chunk) * chunk if self._padded else count
+        if len(self.tangents[0]) < width:
+            self.tangents = [_grown(leaf, width) for leaf in self.tangents]
+        elif self._padded and (before := self.active(t - 1)) < count:  # a zero times an infinity may have been there
+            self.tangents = [_grown(_grown(leaf[:before], count), width) for leaf in self.tangents]
+        ones = self._ones(t, width)
+        parts, sizes, shares = [], [], []
         try:
-            for low in range(0, len(tangents[0]), size):
-                part = slice(low, low + size)
+            for low in range(0, width, chunk):
+                part = slice(low, low + chunk)
+                some = self.tangents if chunk >= width else [leaf[part] for leaf in self.tangents]
                 problem.seed_step(t)
-                state, dstate, loss = self._step(t)(
-                    self.state, batch, hypers, [leaf[part] for leaf in tangents], {k: o[part] for k, o in ones.items()}
+                state, dstate, loss, size, clipped = self._step(t)(
+                    self.state, batch, hypers, some, {key: one[part] for key, one in ones.items()}
                 )
                 parts.append(dstate)
+                sizes.append(size)
+                shares.append(clipped)
         except (RuntimeError, NotImplementedError) as error:
             raise explain(error, "Forward") from error
         self.state = state
         self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
-        self.tangents = [leaf[:count] for leaf in self.tangents] if self._padded else self.tangents
-        finite = torch.stack([_rows(leaf).sum(1) for leaf in self.tangents]).isfinite().all(0)
-        bad = self._bad[:count]
-        self._bad[:count] = torch.where((bad < 0) & ~finite, t, bad)
+        size, bad = torch.cat(sizes)[:count], self._bad[:count]
+        self._bad[:count] = torch.where((bad < 0) & ~size.isfinite(), t, bad)
+        if self.reader.due(t + 1):
+            self.reader.take(t + 1, size, torch.cat(shares)[:count] if self.engine.clip is not None else None)
         self.failed = self.watch.see(t, loss)
         self.t += 1
 
@@ -164,7 +174,7 @@ class ForwardRun:
             return finish(problem, str(self.engine), nothing(problem), torch.nan, self.state, status, self.watch.losses)
         val_loss, cotangents, direct = problem.validate(self.state, problem.steps)
         pairs = zip(tree.split(cotangents)[0], self.tangents, strict=True)
-        flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)
+        flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)[: len(self.columns)]
         ends = (self._bad < 0) & ~flat.isfinite() & val_loss.isfinite()
         self._bad = torch.where(ends, problem.steps - 1, self._bad)
         flat = torch.where(self._bad < 0, flat, torch.nan)
@@ -175,17 +185,18 @@ class ForwardRun:
             grads[key][-1] += direct[key]  # the validation loss sees the last window's value
         bad = self._bad[self._bad >= 0]
         status = Status("tangent", int(bad.min())) if len(bad) else Status()
-        return finish(problem, str(self.engine), grads, val_loss, self.state, status, self.watch.losses)
+        meter = self.reader.meter([self._place[key, w] for key in grads for w in range(len(grads[key]))])
+        return finish(problem, str(self.engine), grads, val_loss, self.state, status, self.watch.losses, None, meter)
 
-    def _ones(self, step: int, count: int) -> Hypers:
+    def _ones(self, step: int, width: int) -> Hypers:
         """dλ/dλ: per key, one column has a 1, that of the window the step lies in."""
         problem = self.problem
-        ones = {}
-        for key in problem.learnt:
-            one = torch.zeros(count, dtype=problem.dtype, device=problem.device)
-            one[self._place[key, problem.window(key, step)]] = 1
-            ones[key] = one
-        return ones
+        places = tuple(self._place[key, problem.window(key, step)] for key in problem.learnt)
+        if self._units[0] != (places, width):  # a window has begun
+            units = torch.zeros(len(places), width, dtype=problem.dtype, device=problem.device)
+            units[range(len(places)), places] = 1
+            self._units = (places, width), dict(zip(problem.learnt, units, strict=True))
+        return self._units[1]
 
     def _compiles(self, t: int) -> bool:
         """Whether the step is traced: where enough steps share its shape."""
@@ -195,15 +206,17 @@ class ForwardRun:
             return self.problem.steps >= compile.WORTH_COMPILING
         return self.stretch(t) >= compile.WORTH_TRACING
 
-    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor]]:
+    def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor, Tensor, Tensor]]:
         """The batched step, traced where that pays."""
         engine, problem = self.engine, self.problem
         inner = problem.inner
 
         def step(
             state: State, batch: Any, hypers: Hypers, tangents: Tangents, ones: Hypers
-        ) -> tuple[State, Tangents, Tensor]:
-            return tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+        ) -> tuple[State, Tangents, Tensor, Tensor, Tensor]:
+            state, tangents, loss, clipped = tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+            largest = [_rows(leaf).abs().amax(1) for leaf in tangents if leaf.numel()]
+            return state, tangents, loss, torch.stack(largest).amax(0), clipped
 
         if self._compiles(t):
             return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
@@ -218,7 +231,7 @@ def tangent_step(
     tangents: Tangents,
     ones: Hypers,
     clip: float | None = None,
-) -> tuple[State, Tangents, Tensor]:
+) -> tuple[State, Tangents, Tensor, Tensor]:
     """One training step and the step of its tangents: a JVP of `inner`, batched over columns.
 
     Args:
@@ -227,20 +240,20 @@ def tangent_step(
         clip: bound on H·Z.
 
     Returns:
-        The state after the step, its tangents, and the loss before it.
+        The state after the step, its tangents, the loss before it, and per column the share of H·Z that was clipped.
     """
 
-    def column(dstate: Tangents, dlearnt: Hypers) -> tuple[State, Tensor, Tangents]:
+    def column(dstate: Tangents, dlearnt: Hypers) -> tuple[State, Tensor, Tangents, Tensor]:
         return _one_column(inner, state, batch, hypers, dstate, dlearnt, clip)
 
-    new_state, loss, dstate = vmap(column, out_dims=_OUT_DIMS, randomness="same")(tangents, ones)
-    return new_state, dstate, loss
+    new_state, loss, dstate, clipped = vmap(column, out_dims=_OUT_DIMS, randomness="same")(tangents, ones)
+    return new_state, dstate, loss, clipped
 
 
 def _one_column(
     inner: Inner, state: State, batch: Any, hypers: Hypers, dstate: Tangents, dlearnt: Hypers, clip: float | None
-) -> tuple[State, Tensor, Tangents]:
-    """The step and one tangent of it. Returns the new state, the loss, and the new state's tangent."""
+) -> tuple[State, Tensor, Tangents, Tensor]:
+    """The step and one tangent of it. Returns the new state, the loss, the state's tangent, and the share clipped."""
     params, (buffers, with_buffers), (memory, with_memory) = (
         state.params,
         tree.split(state.buffers),
@@ -267,12 +280,15 @@ def _one_column(
     _, (dgrads, dbuffers), (grads, new_buffers, loss) = _jvp(
         gradient, (params, buffers, learnt), (dparams, dbuffers, dlearnt)
     )
+    clipped = loss.new_zeros(())
     if clip is not None:
+        over = torch.stack([(d.abs() > clip).sum() for d in dgrads.values()]).sum()
+        clipped = over.to(loss.dtype) / sum(d.numel() for d in dgrads.values())
         dgrads = tree.map(lambda d: d.clamp(-clip, clip), dgrads)
     _, (dparams_list, dmemory), (new_params, new_memory) = _jvp(
         update, (params, grads, memory, learnt), (dparams, dgrads, dmemory, dlearnt)
     )
-    return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory]
+    return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory], clipped
 
 
 def _jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Pictures of the experiments: reads experiments/results/*.json and draws experiments/figures/*.png, nothing else.
+
+Command: python experiments/plot.py [NAME …] [--results DIR] [--figures DIR]
+    A NAME such as `figure2-svhn` draws that result alone. What has no result is left out.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from longhorizon import figures
+from longhorizon.axes import Numbers, Scale, log_ticks, scale_of, symlog_ticks
+from longhorizon.drawing import save_picture
+from longhorizon.figures import PLAIN, RING, Figure, Line, Panel
+from longhorizon.tuning import OuterStep
+
+HERE = Path(__file__).resolve().parent
+FAINT, GREY, GREEN, ORANGE = "#2a5d8f30", "#8b95a1", "#3a8f5c", "#e08e2b"
+COLOURS = {"greedy": RING, "non_greedy": ORANGE, "fds": PLAIN}
+NAMES = {"greedy": "greedy, H = 1", "non_greedy": "non-greedy, one per step", "fds": "FDS"}
+
+
+def figure2(found: dict[str, Any], _: Path) -> list[Figure]:
+    """Hypergradients of all seeds, non-greedy and greedy, and MSE against W."""
+    settings = found["settings"]
+    panels = []
+    for kind in ("non_greedy", "greedy"):
+        if kind not in found["hypergradients"]:
+            continue
+        rows = found["hypergradients"][kind]
+        lines = [Line("seed", row, colour=FAINT, width=0.8, kind="steps") for row in rows]
+        lines.append(Line("mean", found[kind]["mean"], colour="#1d2730", width=2.2, kind="steps"))
+        legend = [(FAINT[:7], f"{len(rows)} seeds"), ("#1d2730", "their mean")]
+        if kind == "greedy":
+            lines.append(Line("μ", found["non_greedy"]["mean"], colour=RING, width=1.8, kind="steps"))
+            legend.append((RING, "mean of non-greedy"))
+        everything = [v for row in rows for v in row]
+        name = "non-greedy" if kind == "non_greedy" else "greedy, H = 1"
+        sizes = sorted(abs(v) for v in everything)
+        wide = sizes[-1] > 50 * sizes[len(sizes) // 2]  # exploding ones; ordinary ones are easier to read as they are
+        wish: Scale = "symlog" if wide else "linear"
+        panels.append(panel(name, "step", "hypergradient of the lr", lines, everything, wish, legend=legend))
+    told = found["non_greedy"]
+    curves = {"measured, as the paper does": (told["measured"], PLAIN), "corrected": (told["corrected"], GREEN)}
+    if "greedy" in found:
+        curves["greedy"] = (found["greedy"]["measured"], RING)
+    title = f"best W = {told['best']}, MSE there {100 * told['gain']:.0f} % of W = 1"
+    panels.append(_against_size(title, told, curves, "linear"))
+    panels.append(_against_size("and the theorem's bound", told, curves | {"bound": (told["bound"], GREY)}, "log"))
+    title = f"{settings['data']}, {settings['model']}, T = {settings['steps']}"
+    return [Figure(found["experiment"], title, "", panels)]
+
+
+def _against_size(title: str, told: dict[str, Any], curves: dict[str, tuple[Numbers, str]], wish: Scale) -> Panel:
+    places = [float(size) for size in told["sizes"]]
+    if wish == "log":  # a corrected value may be below zero
+        curves = {k: ([v if v is not None and v > 0 else None for v in y], colour) for k, (y, colour) in curves.items()}
+    lines = [Line(name, y, places, colour, 2.0) for name, (y, colour) in curves.items()]
+    best = told["corrected"][told["sizes"].index(told["best"])]
+    if wish == "linear" or best > 0:
+        lines.append(Line("best", [best], [float(told["best"])], GREEN, 2.0, "ring"))
+    everything = [v for y, _ in curves.values() for v in y]
+    legend = [(colour, name) for name, (_, colour) in curves.items()]
+    return panel(title, "window size W", "MSE against the mean", lines, everything, wish, legend=legend)
+
+
+def appendix_b(found: dict[str, Any], _: Path) -> list[Figure]:
+    """Profiles of μ, and MSE against W for each kind of noise."""
+
+    def colour(name: str) -> str:
+        return {"maximum": PLAIN, "minimum": ORANGE}.get(name, "#8b95a190")
+
+    legend = [(PLAIN, "maximal drift"), (ORANGE, "minimal drift"), (GREY, "random drift")]
+    lines = [Line(name, mu, colour=colour(name), kind="steps") for name, mu in found["profiles"].items()]
+    panels = [Panel("the means", "step", "μ", lines, legend=legend)]
+    places = [float(size) for size in found["sizes"]]
+    for noise, one in found["noises"].items():
+        lines = [Line(name, one[name]["measured"], places, colour(name)) for name in found["profiles"]]
+        lines.append(Line("bound", one["bound"], places, "#1d2730", 2.2))
+        everything = [v for line in lines for v in line.y]
+        title, more = f"{noise}, c = {one['c']:g}", [*legend, ("#1d2730", "bound")]
+        panels.append(panel(title, "window size W", "MSE", lines, everything, "log", legend=more))
+    return [Figure("appendix-b", "Appendix B", "", panels)]
+
+
+def figure3(found: dict[str, Any], _: Path) -> list[Figure]:
+    """Schedules and test accuracies per data set."""
+    panels = []
+    for name, one in found["sets"].items():
+        lines, legend = [], []
+        for method, row in one["methods"].items():
+            if method in COLOURS:
+                lr = row["stopped"]
+                place = (0.0, one["steps"] / len(lr))
+                lines.append(
+                    Line(method, [*lr, lr[-1]], place, COLOURS[method], 2.2 if method == "fds" else 0.9, "steps")
+                )
+                legend.append((COLOURS[method], NAMES[method]))
+        everything = [v for line in lines for v in line.y]
+        panels.append(panel(one["data"], "step", "learning rate", lines, everything, "symlog", legend=legend))
+        names = list(one["methods"])
+        mean = [100 * one["methods"][m]["test"]["mean"] for m in names]
+        error = [100 * one["methods"][m]["test"]["deviation"] for m in names]
+        labels = [NAMES.get(m, m) for m in names]
+        row = Line(name, mean, kind="rows", error=error, labels=labels)
+        panels.append(Panel(f"{one['data']}: test", "accuracy (%)", "", [row]))
+    return [Figure(found["experiment"], "Figure 3", "", panels)]
+
+
+def figure4(found: dict[str, Any], results: Path) -> list[Figure]:
+    """Schedules, hypergradients and γ, as a report shows them; the test against HD where that is known."""
+    records = [OuterStep.from_dict(step) for step in found["outer_steps"]]
+    name = found["experiment"]
+    made = [figures.schedules({}, records), figures.hypergradients({}, records), figures.gammas({}, records)]
+    shown = [Figure(f"{name}-{f.name}", f.title, f.text, f.panels, f.ramp) for f in made]
+    shown[0] = Figure(name, shown[0].title, shown[0].text, [*shown[0].panels, _test(found, results)], shown[0].ramp)
+    return shown
+
+
+def _test(found: dict[str, Any], results: Path) -> Panel:
+    rows = {
+        "FDS, last": found["test"]["learnt"]["accuracy"],
+        "FDS, best by validation": found["test"]["best"]["accuracy"],
+    }
+    rival = results / "figure4-hd.json"  # the place for hypergradient descent, made by `longhorizon compare`
+    if rival.exists():
+        rows["hypergradient descent"] = json.loads(rival.read_text())["accuracy"]
+    mean = [100 * sum(row) / len(row) for row in rows.values()]
+    error = [100 * math.sqrt(sum((a - sum(r) / len(r)) ** 2 for a in r) / max(1, len(r) - 1)) for r in rows.values()]
+    line = Line("test", mean, kind="rows", error=error, labels=list(rows))
+    return Panel("test, trained from scratch", "accuracy (%)", "", [line])
+
+
+def panel(
+    title: str, x_title: str, y_title: str, lines: list[Line], values: Numbers, wish: Scale, **more: Any
+) -> Panel:
+    """A panel whose vertical axis suits its values."""
+    known = [v for v in values if v is not None]
+    scale, below, ticks = scale_of(known, wish), 1.0, []
+    if scale == "log":
+        ticks = log_ticks(min(known), max(known))
+        more["y_range"] = (min(*known, ticks[0][0]) * 0.9, max(*known, ticks[-1][0]) * 1.1)
+    elif scale == "symlog":
+        sizes = sorted(abs(v) for v in known if v)
+        below = 10.0 ** math.floor(math.log10(sizes[len(sizes) // 2]))
+        ticks = symlog_ticks(min(known), max(known), below)
+    return Panel(title, x_title, y_title, lines, scale, below, ticks, **more)
+
+
+DRAW: dict[str, Callable[[dict[str, Any], Path], list[Figure]]] = {
+    "figure2": figure2,
+    "appendix-b": appendix_b,
+    "figure3": figure3,
+    "figure4": figure4,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--figures", type=Path, default=HERE / "figures")
+    args = parser.parse_args()
+    args.figures.mkdir(parents=True, exist_ok=True)
+    for path in sorted(args.results.glob("*.json")):
+        draw = next((d for prefix, d in DRAW.items() if path.stem.startswith(prefix)), None)
+        if draw is None or path.stem == "figure4-hd" or (args.names and path.stem not in args.names):
+            continue
+        for figure in draw(json.loads(path.read_text()), args.results):
+            target = args.figures / f"{figure.name}.png"
+            save_picture(figure, target)
+            print(f"drawn: {target}")
+
+
+if __name__ == "__main__":
+    main()

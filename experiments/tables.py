@@ -1,0 +1,191 @@
+"""The table in README.md beside this file, from experiments/results/*.json, and its pictures.
+
+    python experiments/tables.py           write them
+    python experiments/tables.py --check   say whether they are out of date, and exit with 1 if so
+
+The paper's numbers are typed in here, ours never: a cell without a result file reads "not run yet".
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PAGE = HERE / "README.md"
+NOT_RUN = "not run yet"
+HEAD = ["experiment", "what", "paper", "ours", "command", "time", "hardware"]
+_PLACE = re.compile(r"<!-- (table|pictures) -->\n(.*?)<!-- end -->", re.S)
+
+FIGURE2 = {
+    "svhn": ("Figure 2", "ε ≈ 0.08, mean variance ≈ 0.25, best W = 50"),
+    "svhn-plain": ("Figure 2 without momentum", "the same, if the paper used none"),
+    "svhn-hot": ("Appendix D, cosine from 0.05", "smaller ε, larger W, lower MSE; no numbers"),
+    "svhn-flat": ("Appendix D, constant 0.01", "the same"),
+    "cifar-1": ("Figure 2 on CIFAR-10, 1 epoch", "–"),
+    "cifar-10": ("Figure 2 on CIFAR-10, 10 epochs", "–"),
+    "cifar-1-hot": ("the same from 0.1, 1 epoch", "–"),
+    "cifar-10-hot": ("the same from 0.1, 10 epochs", "–"),
+}
+FIGURE3 = {
+    ("mnist", "greedy"): "rates too small",
+    ("mnist", "non_greedy"): "works",
+    ("mnist", "fds"): "works",
+    ("svhn", "greedy"): "rates too small",
+    ("svhn", "non_greedy"): "fails, rates too high",
+    ("svhn", "fds"): "better than cosine",
+}
+
+
+def table(results: Path = RESULTS) -> str:
+    """All rows, as Markdown."""
+    rows = [HEAD, ["---"] * len(HEAD)]
+    for setting, (name, paper) in FIGURE2.items():
+        found = _result(results, f"figure2-{setting}")
+        command = "python experiments/figure2.py" + ("" if setting == "svhn" else f" --setting {setting}")
+        rows.append([name, *_figure2(found, paper), *_where(found, command)])
+    found = _result(results, "appendix-b")
+    rows.append(["Appendix B", *_appendix_b(found), *_where(found, "python experiments/appendix_b.py")])
+    for (data, method), paper in FIGURE3.items():
+        found = _result(results, "figure3") or _result(results, f"figure3-{data}")
+        rows.append([f"Figure 3, {data.upper()}", *_figure3(found, data, method, paper)])
+        rows[-1] += _where(found, "python experiments/figure3.py")
+        if method == "fds":
+            rows += [
+                [f"Figure 3, {data.upper()}", *row, *_where(found, "python experiments/figure3.py")]
+                for row in _cosines(found, data)
+            ]
+    found = _figure4(results)
+    rows.append(["Figure 4", "FDS, test accuracy", "89.2 ± 0.2 % (best known, matched)", _fds(found)])
+    rows[-1] += _where(found[0] if found else None, "python experiments/figure4.py", found)
+    rival = _result(results, "figure4-hd")
+    ours = _accuracy(rival["accuracy"]) if rival else NOT_RUN
+    rows.append(["Figure 4", "hypergradient descent, test accuracy", "80.6 ± 1.0 % (Figure 1)", ours])
+    rows[-1] += _where(rival, "longhorizon compare")
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def rendered(text: str, results: Path = RESULTS) -> str:
+    """The page with its table and its pictures made anew."""
+    made = {"table": table(results), "pictures": pictures()}
+    return _PLACE.sub(lambda found: f"<!-- {found[1]} -->\n{made[found[1]]}<!-- end -->", text)
+
+
+def pictures() -> str:
+    """Those that plot.py has drawn."""
+    return "".join(f"![{path.stem}](figures/{path.name})\n\n" for path in sorted((HERE / "figures").glob("*.png")))
+
+
+def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:
+    what = "noise and windows"
+    if found is None:
+        return [what, paper, NOT_RUN]
+    told = found["non_greedy"]
+    ours = (
+        f"ε {told['epsilon']:.3g} (from noise alone {told['epsilon_floor']:.3g}), mean variance {told['mse_1']:.3g}, "
+        f"c {told['c']:.2f}; best W {told['best']} (within a tenth: {told['close'][0]}–{told['close'][1]}), "
+        f"MSE there {100 * told['gain']:.0f} % of W = 1"
+    )
+    end = found["without_end"]
+    ours += (
+        f"; without the last tenth of the run ε {end['epsilon']:.3g}, mean variance {end['mse_1']:.3g}, best W "
+        f"{end['best']}, MSE there {100 * end['gain']:.0f} %"
+    )
+    if "greedy" in found:
+        ours += f"; the mean of greedy explains {100 * found['greedy']['explains']:.0f} % of μ"
+    seeds = f"{what}, {found['seeds']} seeds"
+    return [seeds + (f" ({len(found['left_out'])} not finite)" if found["left_out"] else ""), paper, ours]
+
+
+def _appendix_b(found: dict[str, Any] | None) -> list[str]:
+    what, paper = "the theorem's bound over measured MSE", "holds; reached by maximal drift"
+    if found is None:
+        return [what, paper, NOT_RUN]
+    part = "; ".join(
+        f"{noise}: MSE is {found['smallest_ratio'][noise]:.2f}–{found['largest_ratio'][noise]:.2f} of it"
+        for noise in found["noises"]
+    )
+    return [what, paper, f"{'holds' if found['holds'] else 'does not hold'} ({part})"]
+
+
+def _figure3(found: dict[str, Any] | None, data: str, method: str, paper: str) -> list[str]:
+    what = {"greedy": "greedy", "non_greedy": "non-greedy, one rate per step", "fds": "FDS, W ≈ 50"}[method]
+    if found is None or data not in found["sets"]:
+        return [what, paper, NOT_RUN]
+    row = found["sets"][data]["methods"][method]
+    lr = row["stopped"]
+    ours = f"rates {min(lr):.2g} to {max(lr):.2g}, test {_accuracy(row['test']['accuracy'])}"
+    return [what, paper, f"{ours} (after all outer steps {_accuracy(row['test_last']['accuracy'])})"]
+
+
+def _cosines(found: dict[str, Any] | None, data: str) -> list[list[str]]:
+    if found is None or data not in found["sets"]:
+        return [["cosine, off the shelf", "–", NOT_RUN]]
+    rows = found["sets"][data]["methods"]
+    return [
+        [f"cosine from {row['peak']:g}", "–", f"test {_accuracy(row['test']['accuracy'])}"]
+        for row in rows.values()
+        if "peak" in row
+    ]
+
+
+def _figure4(results: Path) -> list[dict[str, Any]]:
+    """One result per tuning seed, with the paper's settings."""
+    names = ["figure4", *sorted(p.stem for p in results.glob("figure4-seed*.json"))]
+    return [found for name in names if (found := _result(results, name)) is not None]
+
+
+def _fds(found: list[dict[str, Any]]) -> str:
+    if not found:
+        return NOT_RUN
+    means = [100 * one["test"]["learnt"]["mean"] for one in found]
+    best = [100 * one["test"]["best"]["mean"] for one in found]
+    if len(found) == 1:
+        test = found[0]["test"]
+        return f"{_accuracy(test['learnt']['accuracy'])} (best by validation: {_accuracy(test['best']['accuracy'])})"
+    spread = f"± {stdev(means):.1f} % over {len(means)} tuning seeds"
+    return f"{mean(means):.1f} {spread} (best by validation: {mean(best):.1f} ± {stdev(best):.1f} %)"
+
+
+def _accuracy(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{100 * values[0]:.1f} %"
+    return f"{100 * mean(values):.1f} ± {100 * stdev(values):.1f} %"
+
+
+def _where(found: dict[str, Any] | None, command: str, several: list[dict[str, Any]] | None = None) -> list[str]:
+    if found is None:
+        return [f"`{command}`", NOT_RUN, "–"]
+    place = found["environment"]
+    seconds = mean(one["seconds"] for one in several or [found])
+    time = (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+    return [f"`{found['command']}`", time, place.get("gpu") or f"{place['cpu']}, {place['threads']} threads"]
+
+
+def _result(results: Path, name: str) -> dict[str, Any] | None:
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def main() -> None:
+    """Write or check."""
+    old = PAGE.read_text()
+    stale = rendered(old) != old
+    if "--check" not in sys.argv:
+        PAGE.write_text(rendered(old))
+    elif stale:
+        print("experiments/README.md: out of date, run python experiments/tables.py")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The rounding error that a run writes down is the real one."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import longhorizon as lh
+from longhorizon.accuracy import rounding_error
+from longhorizon.problem import environment, make_problem
+
+HYPERS = {"lr": lh.Hyper(0.1, windows=2)}
+
+
+class Rough(nn.Module):
+    """Rounds its weight to a few bits on the way, in float32 only."""
+
+    def __init__(self, bits):
+        super().__init__()
+        self.weight, self.bits = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)), bits
+
+    def forward(self, x):
+        weight = self.weight
+        if self.bits and weight.dtype == torch.float32:
+            weight = weight * (1 + 2.0**-self.bits)
+        return (x @ weight.T).tanh()
+
+
+def make_task(bits=0, dtype=torch.float32, model=None):
+    x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(8) % 3
+    return lh.Task(
+        model or (lambda: Rough(bits).to(dtype)),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        lambda seed: [(x, y)] * 10,
+        lambda seed: [(x, y)],
+    )
+
+
+def error(task):
+    with environment():
+        return rounding_error(make_problem(task, lh.sgd(), HYPERS, 4, 0))
+
+
+def test_the_error_is_that_of_the_arithmetic():
+    assert 0 < error(make_task()) < 1e-6
+    assert 2.0**-10 < error(make_task(bits=8)) < 2.0**-6
+    assert error(make_task(dtype=torch.float64)) is None
+
+
+def test_a_model_that_insists_on_float32_has_no_measured_error():
+    class Stubborn(Rough):
+        def forward(self, x):
+            return torch.mm(x, torch.eye(4)) @ self.weight.T
+
+    assert error(make_task(model=lambda: Stubborn(0))) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_run_writes_it_down_once(tmp_path, dtype):
+    def tune(outer_steps):
+        lh.tune(make_task(dtype=dtype), lh.sgd(), HYPERS, steps=4, outer_steps=outer_steps, dir=tmp_path / "run")
+        return json.loads((tmp_path / "run" / "run.json").read_text())
+
+    first = tune(1)
+    measured = first["environment"]["hessian_product_error"]
+    assert (measured is None) if dtype == torch.float64 else (0 < measured < 1e-6)
+    assert tune(2) == first

@@ -1,0 +1,166 @@
+"""Every experiment runs at its size for tests; a killed one goes on and ends with the same result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+VOLATILE = {"environment", "seconds", "tuning_seconds", "seconds_per_tuning_run"}
+sys.path.insert(0, str(EXPERIMENTS))
+
+
+def command(script, folder, *more):
+    given = ["--smoke", "--out", folder / "result.json"] + ([] if script == "digits" else ["--work", folder / "work"])
+    return [sys.executable, EXPERIMENTS / f"{script}.py", *given, *more]
+
+
+def surroundings():
+    room = {k: v for k, v in os.environ.items() if k != "LONGHORIZON_DATA"}  # digits, wherever this runs
+    return room | {"OMP_NUM_THREADS": "1"}  # the tests run side by side
+
+
+def run(script, folder, *more):
+    done = subprocess.run(
+        command(script, folder, *more), capture_output=True, text=True, timeout=600, env=surroundings()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "result.json").read_text())
+
+
+def lasting(content):
+    """A result without what differs from run to run."""
+    if isinstance(content, dict):
+        return {key: lasting(value) for key, value in content.items() if key not in VOLATILE}
+    return [lasting(value) for value in content] if isinstance(content, list) else content
+
+
+def stopped(script, folder, ready, how, *more):
+    """Start a script, and stop it when `ready` says so."""
+    with subprocess.Popen(
+        command(script, folder, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=surroundings()
+    ) as process:
+        for _ in range(6000):
+            if ready() or process.poll() is not None:
+                break
+            time.sleep(0.02)
+        process.send_signal(how)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0, f"it was done before it was stopped:\n{output}"
+    assert not (folder / "result.json").exists()
+    return output
+
+
+def drawn(folder, name, result):
+    """Pictures and a row of the table from a result."""
+    import plot
+    import tables
+
+    results = folder / "results"
+    results.mkdir()
+    (results / f"{name}.json").write_text(json.dumps(result))
+    draw = next(draw for prefix, draw in plot.DRAW.items() if name.startswith(prefix))
+    for figure in draw(result, results):
+        plot.save_picture(figure, folder / f"{figure.name}.png")
+        assert (folder / f"{figure.name}.png").stat().st_size > 5000
+    assert tables.table(results).count("not run yet") < tables.table(folder / "nothing").count("not run yet")
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("appendix_b", "appendix-b"),
+        ("figure2", "figure2-svhn"),
+        pytest.param("figure3", "figure3", marks=pytest.mark.slow),
+    ],
+)
+def test_smoke(script, name, tmp_path):
+    result = run(script, tmp_path)
+    assert result["experiment"] == name
+    assert {"environment", "command", "settings", "seconds"} <= result.keys()
+    assert result["command"] == f"python experiments/{script}.py --smoke"
+    drawn(tmp_path, name, result)
+    if script == "appendix_b":
+        assert result["holds"]
+        assert result["largest_ratio"]["uncorrelated"] == pytest.approx(1, abs=1e-3)
+    elif script == "figure2":
+        assert result["seeds"] == 4
+        assert len(result["hypergradients"]["greedy"][0]) == result["settings"]["steps"] == 12
+        assert result["greedy"]["same_sign"] == 1  # so few steps are all greedy
+    else:
+        assert set(result["sets"]) == {"mnist", "svhn"}
+        fds = result["sets"]["svhn"]["methods"]["fds"]
+        assert fds["windows"] < len(result["sets"]["svhn"]["methods"]["greedy"]["last"]) == 22
+        assert all(status == "ok" for status in fds["status"])
+
+
+def test_smoke_of_digits(tmp_path):
+    result = run("digits", tmp_path)
+    assert result["table"]["learnt"]["trainings"] == 4
+
+
+@pytest.mark.slow
+def test_killed_figure2_goes_on_and_may_grow(tmp_path):
+    once, again = tmp_path / "once", tmp_path / "again"
+    expected = run("figure2", once)
+    work = again / "work" / "figure2-svhn-smoke"
+    stopped("figure2", again, lambda: len(list(work.glob("non_greedy-*.json"))) >= 2, signal.SIGKILL)
+    kept = {path.name: path.stat().st_mtime_ns for path in work.glob("*greedy-*.json")}
+    found = run("figure2", again)
+    assert lasting(found) == lasting(expected)
+    assert all((work / name).stat().st_mtime_ns == then for name, then in kept.items())  # nothing was done twice
+    more = run("figure2", again, "--seeds", "5")
+    assert more["hypergradients"]["non_greedy"][:4] == expected["hypergradients"]["non_greedy"]
+    assert more["seeds"] == 5
+
+
+def test_work_of_other_settings_is_refused(tmp_path):
+    work = tmp_path / "work" / "appendix-b-smoke"
+    work.mkdir(parents=True)
+    (work / "settings.json").write_text('{"steps": 7}')
+    done = subprocess.run(command("appendix_b", tmp_path), capture_output=True, text=True, env=surroundings())
+    assert done.returncode != 0
+    assert "made with other settings" in done.stderr
+
+
+@pytest.mark.slow
+def test_terminated_figure4_goes_on(tmp_path):
+    once, again = tmp_path / "once", tmp_path / "again"
+    expected = run("figure4", once)
+    assert len(expected["outer_steps"]) == 2
+    assert len(expected["learnt"]["lr"]) == 5
+    assert {"learnt", "best"} == expected["test"].keys()
+    drawn(tmp_path, "figure4", expected)
+    journal = again / "work" / "figure4-smoke" / "tune" / "journal.jsonl"
+    output = stopped("figure4", again, lambda: journal.exists() and journal.stat().st_size > 0, signal.SIGTERM)
+    assert "the same command goes on" in output
+    assert lasting(run("figure4", again)) == lasting(expected)
+
+
+def test_table_is_that_of_the_results():
+    import tables
+
+    text = tables.PAGE.read_text()
+    assert tables.rendered(text) == text, "run python experiments/tables.py"
+
+
+def test_rival_of_figure4_is_shown_where_it_is_known(tmp_path):
+    import tables
+
+    rival = {"accuracy": [0.8, 0.82], "command": "longhorizon compare", "seconds": 60.0}
+    rival["environment"] = {"gpu": "a GPU", "cpu": "", "threads": 1}
+    (tmp_path / "figure4-hd.json").write_text(json.dumps(rival))
+    assert "81.0 ± 1.4 %" in tables.table(tmp_path)
+
+
+def test_scripts_need_no_extras():
+    """Only plot.py draws, and only digits need scikit-learn: experiments run where torch and numpy are all there is."""
+    for path in EXPERIMENTS.glob("*.py"):
+        if path.name not in ("plot.py", "digits.py"):
+            text = path.read_text()
+            assert not any(f"import {name}" in text for name in ("matplotlib", "plotly", "rich", "sklearn", "click"))

@@ -1,0 +1,85 @@
+"""Truth by central differences of the seed-averaged loss, and what estimators are worth by it."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import longhorizon as lh
+from longhorizon.truth import Truth, score, truth
+from problems import problem
+
+HYPERS = {"lr": lh.Hyper([0.3, 0.5, 0.2], windows=3), "momentum": lh.Hyper(0.5)}
+SETTING = {"steps": 9, "distance": {"lr": 0.3, "momentum": 0.1}}
+
+
+def final_loss(values, seed):
+    h = lh.hypergradient(problem("mlp").task, lh.sgd(), HYPERS, steps=9, seed=seed, values=values)
+    return h.val_loss
+
+
+def test_it_is_the_difference_of_whole_runs():
+    found = truth(problem("mlp").task, lh.sgd(), HYPERS, seeds=3, **SETTING)
+    for seed in range(3):
+        up, down = final_loss({"lr": [0.3, 0.65, 0.2]}, seed), final_loss({"lr": [0.3, 0.35, 0.2]}, seed)
+        assert found.differences["lr"][seed, 1] == pytest.approx((up - down) / 0.3)
+    assert found.differences["lr"].shape == (3, 3)
+    assert found.mean["momentum"] == pytest.approx(found.differences["momentum"].mean(0))
+    assert found.error["momentum"].item() == pytest.approx(found.differences["momentum"].std().item() / 3**0.5)
+
+
+def test_chosen_values_cost_nothing_else():
+    counted = []
+    task = problem("mlp").task
+    found = truth(
+        task, lh.sgd(), HYPERS, seeds=2, only={"lr": [2]}, progress=lambda *done: counted.append(done), **SETTING
+    )
+    assert counted == [(1, 2), (2, 2)]
+    assert found.differences["lr"].isfinite().tolist() == [[False, False, True]] * 2
+    assert not found.significant()["momentum"].any()
+    with pytest.raises(ValueError, match=r"only=\{'lr': \[3\]\}: lr has the windows 0 to 2"):
+        truth(task, lh.sgd(), HYPERS, seeds=2, only={"lr": [3]}, **SETTING)
+    with pytest.raises(ValueError, match="'lrr', which is not learnt. Did you mean 'lr'"):
+        truth(task, lh.sgd(), HYPERS, seeds=2, only={"lrr": [0]}, **SETTING)
+    with pytest.raises(ValueError, match="seeds=1.*at least two"):
+        truth(task, lh.sgd(), HYPERS, seeds=1, **SETTING)
+
+
+def test_an_interrupted_measurement_goes_on(tmp_path):
+    path = tmp_path / "truth.json"
+
+    def stop(done, _):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    task = problem("mlp").task
+    with pytest.raises(KeyboardInterrupt):
+        truth(task, lh.sgd(), HYPERS, seeds=4, path=path, progress=stop, **SETTING)
+    assert list(json.loads(path.read_text())["seeds"]) == ["0", "1"]
+    found, whole = (truth(task, lh.sgd(), HYPERS, seeds=4, path=p, **SETTING) for p in (path, None))
+    assert torch.equal(found.differences["lr"], whole.differences["lr"])
+    with pytest.raises(ValueError, match="holds another measurement: its steps is 9, not 8"):
+        truth(task, lh.sgd(), HYPERS, seeds=4, path=path, **(SETTING | {"steps": 8}))
+
+
+def test_scores_by_hand():
+    # Window 0 falls, 1 rises, 2 is unknown, 3 diverged in half of the seeds.
+    differences = torch.tensor([[-1.0, 2.0, 1.0, math.nan], [-1.2, 2.2, -1.0, 5.0]], dtype=torch.float64)
+    given = Truth({"lr": differences}, torch.zeros(2))
+    assert given.significant()["lr"].tolist() == [True, True, False, False]
+    estimates = torch.tensor([[-1.1, 2.1, 0.0, 3.0], [5.0, math.nan, 0.0, 3.0]], dtype=torch.float64)
+    found = score({"lr": estimates}, given)
+    assert found.values == 2
+    assert found.sign == 0.5
+    assert found.sign_error == pytest.approx(0.5)
+    assert found.rank == pytest.approx((1 + 0) / 2)
+    assert found.bias == pytest.approx(0.0)  # of windows 0 and 1: 3.05 / 1.1 and 0; the lower median
+
+
+def test_exact_hypergradients_of_a_calm_run_are_true():
+    task = problem("mlp").task
+    found = truth(task, lh.sgd(), HYPERS, seeds=6, steps=9, distance=1e-4)
+    exact = [lh.hypergradient(task, lh.sgd(), HYPERS, steps=9, seed=s).grad for s in range(6)]
+    for key in HYPERS:
+        torch.testing.assert_close(torch.stack([g[key] for g in exact]), found.differences[key], rtol=1e-5, atol=1e-9)
