@@ -1,4 +1,4 @@
-"""The tables in these pages that come from elsewhere: recipe keys from the code, measurements from benchmarks/results.
+"""The tables in these pages that come from elsewhere: recipe keys from the code, measurements from results.
 
     python docs/tables.py           write them
     python docs/tables.py --check   say which are out of date, and exit with 1
@@ -60,7 +60,30 @@ def memory() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"recipe": recipe, "step_cost": step_cost, "memory": memory}
+def compare() -> str:
+    """What each method came to on digits."""
+    rows = json.loads((DOCS.parent / "experiments" / "results" / "compare_digits.json").read_text())["table"]
+    cells = [
+        [
+            f"`{r['method']}`",
+            f"{100 * r['score']:.2f} ± {100 * r['deviation']:.2f}",
+            f"{100 * r['regret']:.2f}",
+            f"{r['seconds']:.1f}",
+            f"{r['steps']:.0f}",
+            f"{r['trials']:.0f}",
+            f"{r['failed']:.0f}",
+        ]
+        for r in rows
+    ]
+    return _table(["method", "test accuracy, %", "regret", "seconds", "inner steps", "trials", "diverged"], cells)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "recipe": recipe,
+    "step_cost": step_cost,
+    "memory": memory,
+    "compare": compare,
+}
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.S)
 
 

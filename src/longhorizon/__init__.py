@@ -14,6 +14,7 @@ from longhorizon.outer import GradientDescent, SignDescent, TorchOuter, search_r
 from longhorizon.problem import NotDifferentiable
 from longhorizon.result import Hypergradient, Status
 from longhorizon.retraining import Retrained, retrain
+from longhorizon.rivals import Comparison, compare
 from longhorizon.rules import Rule, adam, adamw, clipped, sgd
 from longhorizon.run import Interrupted, Tuned, tune
 from longhorizon.rundir import RunDirectory, RunError
@@ -57,6 +58,9 @@ __all__ = [
     "retrain",
     "Retrained",
     "RunDirectory",
+    # Other ways to find hyperparameters, on equal terms
+    "compare",
+    "Comparison",
     # Errors of their own
     "NotDifferentiable",
     "ReplayError",

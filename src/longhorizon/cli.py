@@ -14,8 +14,10 @@ import click
 import torch
 
 import longhorizon as lh
+from longhorizon import cli_compare as comparing
 from longhorizon import export as exporting
 from longhorizon import recipe as recipes
+from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
 from longhorizon.console import Display, make_display, numbers
 from longhorizon.hypers import nearest
 from longhorizon.offtheshelf import train_off_the_shelf
@@ -88,9 +90,7 @@ def _settings_help() -> str:
 
 
 _DIR = click.argument("dir", type=click.Path(path_type=Path))
-_RECIPE = click.argument("recipe", required=False, type=click.Path(path_type=Path), metavar="[RECIPE.toml]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout, for machines.")
-_EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 130}
 
 
 def _recorded(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,9 +109,12 @@ def cli() -> None:
     """Collect the commands."""
 
 
-@cli.command(context_settings=_EXTRA, epilog=_settings_help())
+cli.add_command(comparing.compare)
+
+
+@cli.command(context_settings=EXTRA, epilog=_settings_help())
 @click.pass_context
-@_RECIPE
+@RECIPE
 @click.option("--dir", default="", help="Where to keep the run.  [default: the next free runs/NAME-NUMBER]")
 @_JSON
 @_recorded
@@ -119,10 +122,10 @@ def tune(
     context: click.Context, recipe: Path | None, dir: str, as_json: bool, tensorboard: bool, optuna_storage: str
 ) -> None:
     """Learn a schedule, from a recipe or (without one) for the embedded example: an MLP on scikit-learn's digits."""
-    recipe, words = _file_or_key(recipe, context.args)
-    chosen = recipes.load_recipe(recipe, _overrides(words))
+    recipe, words = file_or_key(recipe, context.args)
+    chosen = recipes.load_recipe(recipe, overrides(words))
     name = recipe.stem if recipe else chosen.task.partition(":")[0] or chosen.data
-    path = Path(dir) if dir else _next_directory(Path("runs"), name)
+    path = Path(dir) if dir else next_directory(Path("runs"), name)
     if (path / "run.json").exists():
         raise lh.RunError(f"{path} holds a run already; go on with it by 'longhorizon resume {path}'.")
     _tune(chosen, path, as_json, tensorboard, optuna_storage)
@@ -134,7 +137,12 @@ def tune(
 @_JSON
 @_recorded
 def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna_storage: str) -> None:
-    """Go on with a run that was stopped, killed, or is to take more outer steps."""
+    """Go on with a run or a comparison that was stopped, killed, or (a run) is to take more outer steps."""
+    if comparing.is_comparison(dir):
+        if outer_steps:
+            raise click.UsageError(f"{dir} is a comparison: its outer steps define the search, and stay.")
+        comparing.run(_recipe_of(dir), dir, as_json=as_json, **comparing.plan_of(dir))
+        return
     _tune(_recipe_of(dir, outer_steps), dir, as_json, tensorboard, optuna_storage)
 
 
@@ -142,11 +150,11 @@ def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna
 @_DIR
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write the page.  [default: DIR/report.html]")
 def report(dir: Path, out: Path | None) -> None:
-    """Write one HTML page and PNGs that show a run."""
+    """Write one HTML page and PNGs that show a run or a comparison."""
     from longhorizon.report import write_report
+    from longhorizon.rivals.page import write_page
 
-    lh.RunDirectory(dir).describe()
-    print(write_report(dir, out))
+    print((write_page if comparing.is_comparison(dir) else write_report)(dir, out))
 
 
 @cli.command()
@@ -173,17 +181,17 @@ def export(dir: Path, format: str, best: bool, steps: int) -> None:
     sys.stdout.write(text)
 
 
-@cli.command(context_settings=_EXTRA)
+@cli.command(context_settings=EXTRA)
 @click.pass_context
-@_RECIPE
+@RECIPE
 @click.option("--inner-steps", default=8, show_default=True, help="How many training steps to differentiate through.")
 @_JSON
 def check(context: click.Context, recipe: Path | None, inner_steps: int, as_json: bool) -> None:
     """Check the engines against each other and against finite differences, on your own recipe, in float64."""
     from longhorizon.checking import check_engines
 
-    recipe, words = _file_or_key(recipe, context.args)
-    rows, passed = check_engines(recipes.load_recipe(recipe, _overrides(words)), inner_steps)
+    recipe, words = file_or_key(recipe, context.args)
+    rows, passed = check_engines(recipes.load_recipe(recipe, overrides(words)), inner_steps)
     if as_json:
         print(json.dumps({"passed": passed, "rows": rows}))
     else:
@@ -227,38 +235,6 @@ def init(path: Path) -> None:
     print(f"wrote {path}; edit it, then run: longhorizon tune {path}")
 
 
-def _file_or_key(recipe: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
-    """Tell a recipe from a key: click takes the first free word for the recipe, even that of a `--key value` pair."""
-    if recipe is not None and str(recipe).startswith("--"):
-        return None, [str(recipe), *words]
-    return recipe, words
-
-
-def _overrides(arguments: list[str]) -> dict[str, Any]:
-    """`--key value` and `--key=value` pairs as a dictionary."""
-    found: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise click.UsageError(f"unexpected argument {word!r}; recipe keys are written --key value.")
-        key, equals, value = word[2:].partition("=")
-        if not equals:
-            if not rest:
-                raise click.UsageError(f"--{key} needs a value.")
-            value = rest.pop(0)
-        found[key] = recipes.parse_value(value)
-    return found
-
-
-def _next_directory(parent: Path, name: str) -> Path:
-    taken = {path.name for path in parent.glob(f"{name}-*")} if parent.exists() else set()
-    number = 1
-    while f"{name}-{number:03d}" in taken:
-        number += 1
-    return parent / f"{name}-{number:03d}"
-
-
 def _recipe_of(dir: Path, outer_steps: int = 0) -> Recipe:
     """The recipe that a run was begun with."""
     import tomllib
@@ -276,7 +252,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     hypers, rule = recipes.hypers_of(chosen), recipes.rule_of(chosen)
     display = make_display(as_json)
     began = time.monotonic()
-    task, per_epoch = recipes.task_of(chosen, _download_note(display))
+    task, per_epoch = recipes.task_of(chosen, download_note(display.note))
     horizons = recipes.horizons_of(chosen, per_epoch)
     _check_run(chosen, task, rule, hypers, horizons)
     # Settled now and written down: another number of threads may round differently.
@@ -405,15 +381,3 @@ def _recorders(
         for record in known:
             recorder.step(record)
     return found
-
-
-def _download_note(display: Display) -> Callable[[str, int, int | None], None]:
-    last = 0.0
-
-    def progress(name: str, done: int, total: int | None) -> None:
-        nonlocal last
-        if time.monotonic() - last > 2 or done == total:
-            last = time.monotonic()
-            display.note(f"downloading {name}: {done / 1e6:.1f} MB{f' of {total / 1e6:.1f} MB' if total else ''}")
-
-    return progress

@@ -52,6 +52,8 @@ def interactive(panel: Panel) -> dict[str, Any]:
         layout["xaxis"] |= {"dtick": _every(high - low), "tick0": 0, "range": [low, high]}
     elif panel.x_range is not None:
         layout["xaxis"]["range"] = list(panel.x_range)
+    if panel.log_x:
+        layout["xaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
     if panel.scale != "linear":
         layout["yaxis"] |= {"tickvals": [v for v, _ in panel.ticks], "ticktext": [t for _, t in panel.ticks]}
     if panel.scale == "log":
@@ -70,8 +72,24 @@ def interactive(panel: Panel) -> dict[str, Any]:
     if panel.empty:
         note = {"text": "no finite value", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False}
         layout["annotations"] = [note]
-    made: dict[str, Any] = {"data": [_trace(line, panel) for line in panel.lines], "layout": layout}
+    bands = [_band(line, panel) for line in panel.lines if line.band is not None]
+    made: dict[str, Any] = {"data": [*bands, *(_trace(line, panel) for line in panel.lines)], "layout": layout}
     return made | ({"symlog": panel.linear_below} if panel.scale == "symlog" else {})
+
+
+def _band(line: Line, panel: Panel) -> dict[str, Any]:
+    """The area around a line, held until the next place as the line is: there and back again."""
+    assert line.band is not None
+    low, high = line.band
+    places = line.places()
+    x, there, back = [places[0]], [low[0]], [high[0]]
+    for i in range(1, len(places)):
+        x += [places[i], places[i]]
+        there += [low[i - 1], low[i]]
+        back += [high[i - 1], high[i]]
+    y = [_rounded(v) for v in [*there, *reversed(back)]]
+    around = {"x": [_rounded(v) for v in [*x, *reversed(x)]], "y": y, "hoverinfo": "skip", "name": _plain(line.name)}
+    return around | {"type": "scatter", "mode": "none", "fill": "toself", "fillcolor": f"{line.colour}22"}
 
 
 def _trace(line: Line, panel: Panel) -> dict[str, Any]:
@@ -116,7 +134,8 @@ def save_picture(figure: Figure, path: Path) -> None:
     if figure.name == "validation" or len(figure.panels) == 4:  # pairs, by outer step and by time; a square
         columns = 2
     rows = math.ceil(len(figure.panels) / columns)
-    sheet = Sheet(figsize=(3.7 * columns + 0.6, 2.9 * rows), dpi=150, layout="constrained")
+    wide, high = figure.size
+    sheet = Sheet(figsize=(wide * columns + 0.6, high * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(sheet)
     axes = [sheet.add_subplot(rows, columns, i + 1) for i in range(len(figure.panels))]
     for panel, ax in zip(figure.panels, axes, strict=True):
@@ -142,12 +161,16 @@ def _draw(panel: Panel, ax: Any) -> None:
         ax.axvline(x, color=MARK, linewidth=1, linestyle=":", zorder=1)
     for line in panel.lines:
         _draw_line(line, ax)
+    if panel.log_x:
+        ax.set_xscale("log")
     if panel.scale == "log":
         ax.set_yscale("log")
         if panel.y_range is not None:
             ax.set_ylim(*panel.y_range)
     elif panel.scale == "symlog":
         ax.set_yscale("function", functions=_symlog(panel.linear_below))
+        if panel.y_range is not None:
+            ax.set_ylim(*panel.y_range)
     if panel.scale != "linear":
         ax.yaxis.set_major_locator(FixedLocator([v for v, _ in panel.ticks]))
         ax.yaxis.set_major_formatter(FixedFormatter([t for _, t in panel.ticks]))
@@ -180,6 +203,9 @@ def _draw_line(line: Line, ax: Any) -> None:
     elif line.kind == "bars":
         ax.bar(x, y, color=line.colour)
     elif line.kind == "steps":
+        if line.band is not None:
+            low, high = ([math.nan if v is None else v for v in side] for side in line.band)
+            ax.fill_between(x, low, high, color=line.colour, alpha=0.13, linewidth=0, step="post")
         ax.plot(x, y, color=line.colour, linewidth=line.width * 0.8, drawstyle="steps-post")
     elif line.kind == "ring":
         ax.plot(x, y, "o", markersize=10, markerfacecolor="none", markeredgecolor=line.colour, zorder=5)

@@ -30,6 +30,7 @@ class Line:
         colours: one per point, where they differ.
         error: standard deviations, if known.
         labels: names of the places, for "rows" and "row bars": y is then drawn along the horizontal axis.
+        band: from where to where, around it, its spread goes.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Line:
     colours: list[str] | None = None
     error: Numbers | None = None
     labels: list[str] | None = None
+    band: tuple[Numbers, Numbers] | None = None
 
     def places(self) -> Numbers:
         """All its x."""
@@ -61,6 +63,7 @@ class Panel:
         y_range: what the vertical axis shows, where it is not left to the drawing.
         legend: colour and text, for panels with a few lines.
         whole: whether the horizontal axis counts things.
+        log_x: whether the horizontal axis is a logarithm.
     """
 
     title: str
@@ -75,6 +78,7 @@ class Panel:
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
     whole: bool = False
+    log_x: bool = False
 
     @property
     def empty(self) -> bool:
@@ -89,6 +93,7 @@ class Figure:
         name: of its file.
         text: one sentence or two that say how to read it.
         ramp: the outer steps, first and last, that colours stand for.
+        size: of a panel in a picture, in inches.
     """
 
     name: str
@@ -96,6 +101,7 @@ class Figure:
     text: str
     panels: list[Panel]
     ramp: tuple[int, int] | None = None
+    size: tuple[float, float] = (3.7, 2.9)
 
 
 def figures(settings: Mapping[str, Any], records: Sequence[OuterStep], result: Mapping[str, Any]) -> list[Figure]:

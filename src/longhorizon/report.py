@@ -39,20 +39,24 @@ def write_report(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None
     directory = RunDirectory(dir)
     about, records = directory.describe(), directory.journal()
     result = _result(directory.path)
-    target = directory.path if out is None else Path(out)
-    if target.suffix != ".html":
-        target = target / "report.html"
     shown = figures(about["settings"], records, result)
-    page = _page(directory.path.resolve().name, about, records, result, shown)
+    text = _page(directory.path.resolve().name, about, records, result, shown)
+    return write(text, shown, directory.path if out is None else Path(out))
+
+
+def write(text: str, shown: Sequence[Figure], target: Path) -> Path:
+    """Write a page, and its figures as pictures in a folder beside it."""
     from longhorizon.drawing import save_picture
 
+    if target.suffix != ".html":
+        target = target / "report.html"
     try:
         pictures = target.with_suffix("")
         pictures.mkdir(parents=True, exist_ok=True)
         for figure in shown:
             save_picture(figure, pictures / f"{figure.name}.png")
         partial = target.with_name(target.name + ".part")
-        partial.write_text(page, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         return partial.replace(target)
     except OSError as error:
         raise RunError(f"cannot write {target}: {error.strerror or error}.") from error
@@ -70,13 +74,8 @@ def _result(path: Path) -> dict[str, Any]:
 def _page(
     name: str, about: Mapping[str, Any], records: Sequence[OuterStep], result: Mapping[str, Any], shown: list[Figure]
 ) -> str:
-    from plotly.offline import get_plotlyjs
-
-    from longhorizon.drawing import LAYOUT, interactive
-
-    panels = {_id(figure, i): interactive(panel) for figure in shown for i, panel in enumerate(figure.panels)}
-    data = json.dumps({"layout": LAYOUT, "panels": panels}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    by_name = {figure.name: _figure(figure, _test_table(result) if figure.name == "test" else "") for figure in shown}
+    data = data_of(shown)
+    by_name = {figure.name: drawn(figure, _test_table(result) if figure.name == "test" else "") for figure in shown}
     settings = about["settings"]
     parts = [
         _summary(records, result),
@@ -88,13 +87,21 @@ def _page(
         by_name.get("gamma", ""),
         by_name.get("time", ""),
         _steps_table(records),
-        _settings(settings, about.get("recipe")),
-        _environment(about.get("environment")),
+        settings_section(settings, about.get("recipe")),
+        environment_section(about.get("environment")),
     ]
+    return page(name, "tuning", [part for part in parts if part], data)
+
+
+def page(title: str, kind: str, parts: Sequence[str], data: str) -> str:
+    """The whole page around its parts, with the figures' data and the script that draws them."""
+    from plotly.offline import get_plotlyjs
+
     template = resources.files("longhorizon").joinpath("report.html").read_text(encoding="utf-8")
     pieces = {
-        "TITLE": _e(name),
-        "BODY": "\n".join(part for part in parts if part),
+        "TITLE": _e(title),
+        "KIND": _e(kind),
+        "BODY": "\n".join(parts),
         "DATA": data.replace("<", "\\u003c"),  # nothing in it can end the script
         "PLOTLY": get_plotlyjs(),
     }
@@ -102,10 +109,19 @@ def _page(
     return before + "".join(pieces[part] if i % 2 == 0 else part for i, part in enumerate(rest))
 
 
-def _figure(figure: Figure, more: str = "") -> str:
+def data_of(shown: Sequence[Figure]) -> str:
+    """All panels for the page's script."""
+    from longhorizon.drawing import LAYOUT, interactive
+
+    panels = {_id(figure, i): interactive(panel) for figure in shown for i, panel in enumerate(figure.panels)}
+    return json.dumps({"layout": LAYOUT, "panels": panels}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+
+
+def drawn(figure: Figure, more: str = "") -> str:
+    """A figure's section of the page."""
     pairs = " pairs" if figure.name == "validation" else ""
     panels = "".join(_panel(figure, panel, i) for i, panel in enumerate(figure.panels))
-    return _section(figure.title, f"{_ramp(figure)}<div class='panels{pairs}'>{panels}</div>{more}", figure.text)
+    return section(figure.title, f"{_ramp(figure)}<div class='panels{pairs}'>{panels}</div>{more}", figure.text)
 
 
 def _panel(figure: Figure, panel: Panel, index: int) -> str:
@@ -143,12 +159,12 @@ def _summary(records: Sequence[OuterStep], result: Mapping[str, Any]) -> str:
         first = f"{short(number(records[0].val_loss))} at the start"
         tiles.append(("best validation loss", short(best.val_loss), first))
         for name, value in list(best.metrics.items())[:1]:
-            tiles.append((f"validation {name}", _score(name, number(value)), f"in outer step {best.index + 1}"))
+            tiles.append((f"validation {name}", score(name, number(value)), f"in outer step {best.index + 1}"))
     scores = next(iter(scores_of(result).items()), None)
     if scores is not None:
         name, (mean, deviation) = list(scores[1].items())[-1]
-        tiles.append((f"test {name}", _score(name, mean, deviation), scores[0]))
-    tiles.append(("time", _duration(sum(r.seconds for r in records)), "in outer steps"))
+        tiles.append((f"test {name}", score(name, mean, deviation), scores[0]))
+    tiles.append(("time", duration(sum(r.seconds for r in records)), "in outer steps"))
     return (
         "<dl class='tiles'>"
         + "".join(f"<div><dt>{_e(a)}</dt><dd>{_e(b)}</dd><dd class='small'>{_e(c)}</dd></div>" for a, b, c in tiles)
@@ -160,10 +176,10 @@ def _test_table(result: Mapping[str, Any]) -> str:
     found = scores_of(result)
     names = list(dict.fromkeys(name for scores in found.values() for name in scores))
     rows = [
-        [_e(method), *(_e(_score(name, *scores[name])) if name in scores else "–" for name in names)]
+        [_e(method), *(_e(score(name, *scores[name])) if name in scores else "–" for name in names)]
         for method, scores in found.items()
     ]
-    return _table(["trained with", *(_e(f"test {name}") for name in names)], rows, numeric=range(1, len(names) + 1))
+    return table(["trained with", *(_e(f"test {name}") for name in names)], rows, numeric=range(1, len(names) + 1))
 
 
 def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> str:
@@ -179,9 +195,9 @@ def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep]) -
             part = f"<span class='whole'>{_e(span(window, len(last)))}</span>"
             rows.append([_e(key) + kind, part, short(start[window]), short(good[window]), f"<b>{short(value)}</b>"])
     head = ["name", "part of training", "start", "best run", "last"]
-    return _section(
+    return section(
         "Values in numbers",
-        _table(head, rows, numeric=range(2, 5)),
+        table(head, rows, numeric=range(2, 5)),
         "The values to train with: those after the last outer step, and those of the run with the lowest validation "
         "loss. They stretch to a training run of any length.",
     )
@@ -201,21 +217,22 @@ def _steps_table(records: Sequence[OuterStep]) -> str:
         classes.append("" if ok else "bad" if diverged(r) else "partly")
         kind = "diverged" if diverged(r) else "in part"
         status = "ok" if ok else f"<div class='long'><b>{kind}</b> · {_e(r.status)}</div>"
-        scores = [_e(_score(name, number(r.metrics.get(name)))) for name in names]
+        scores = [_e(score(name, number(r.metrics.get(name)))) for name in names]
         mark = " <span title='best run'>★</span>" if r is best else ""
         loss = short(number(r.val_loss)) + mark
-        cells = [str(r.index + 1), status, str(r.steps), str(len(r.seeds)), loss, *scores, _duration(r.seconds)]
+        cells = [str(r.index + 1), status, str(r.steps), str(len(r.seeds)), loss, *scores, duration(r.seconds)]
         rows.append([*cells, _e(r.engine)] if len(engines) > 1 else cells)
     numeric = [0, *range(2, 6 + len(names))]
-    return _section(
+    return section(
         "Outer steps",
-        _table(head, rows, numeric, classes),
+        table(head, rows, numeric, classes),
         "Each outer step trains from a fresh start with the values that the step before it left; ★ is the best run."
         + (f" Hypergradients by: {engines[0]}." if len(engines) == 1 else ""),
     )
 
 
-def _settings(settings: Mapping[str, Any], recipe: object) -> str:
+def settings_section(settings: Mapping[str, Any], recipe: object) -> str:
+    """What a run was begun with."""
     hypers = settings.get("hypers", {})
     head = ["name", "start", "windows", "first γ", "bounds", "scale", "applies to"]
     rows = []
@@ -239,20 +256,22 @@ def _settings(settings: Mapping[str, Any], recipe: object) -> str:
         fixed = ", ".join(filter(None, (_words(rule.get(part)) for part in ("defaults", "options"))))
         others = {"rule": f"{rule.get('name', '')} (by default {fixed})", **others}
     text = f"<h3>Recipe</h3><pre>{_e(recipe)}</pre>" if recipe else ""
-    return _section("Settings", _table(head, rows, numeric=range(1, 4)) + _definitions(others) + text)
+    return section("Settings", table(head, rows, numeric=range(1, 4)) + _definitions(others) + text)
 
 
-def _environment(environment: object) -> str:
+def environment_section(environment: object) -> str:
+    """What it ran on."""
     known = environment if isinstance(environment, Mapping) else {}
-    return _section("Environment", _definitions(known)) if known else ""
+    return section("Environment", _definitions(known)) if known else ""
 
 
-def _section(title: str, content: str, text: str = "") -> str:
+def section(title: str, content: str, text: str = "") -> str:
+    """A title, a sentence or two, and what follows."""
     sentence = f"<p>{_e(text)}</p>" if text else ""
     return f"<section><h2>{_e(title)}</h2>{sentence}{content}</section>"
 
 
-def _table(
+def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], numeric: Iterable[int] = (), classes: Sequence[str] = ()
 ) -> str:
     """A table of cells that are HTML already; a long one is folded."""
@@ -295,7 +314,7 @@ def _some(items: list[str]) -> str:
     return ", ".join(items[:6]) + (" …" if len(items) > 6 else "")
 
 
-def _score(name: str, mean: float | None, deviation: float | None = None) -> str:
+def score(name: str, mean: float | None, deviation: float | None = None) -> str:
     """A loss or a metric with its deviation, an accuracy in per cent."""
     (shown, spread), label = as_percent(name, [mean, deviation])
     if shown is None:
@@ -305,7 +324,8 @@ def _score(name: str, mean: float | None, deviation: float | None = None) -> str
     return short(shown) if spread is None else f"{short(shown)} ± {spread:.2g}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words."""
     (value,), unit = in_unit([seconds])
     return f"{value:.3g} {unit}"
 

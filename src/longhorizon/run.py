@@ -156,7 +156,7 @@ def _drive(
     if progress is not None and not tuning.done:
         progress(tuning)
     measured = directory is None or MEASURED in (directory.describe().get("environment") or {})
-    with _stop_signals(directory is not None) as asked:
+    with stop_signals(directory is not None) as asked:
         while not tuning.done:
             record = tuning.advance()
             if not measured and directory is not None and tuning.problem is not None:
@@ -181,7 +181,7 @@ def _drive(
 
 
 @contextmanager
-def _stop_signals(enabled: bool) -> Iterator[list[int]]:
+def stop_signals(enabled: bool) -> Iterator[list[int]]:
     """A list that gets an entry when Ctrl-C or SIGTERM arrives; a second one stops at once."""
     asked: list[int] = []
     if not enabled or threading.current_thread() is not threading.main_thread():

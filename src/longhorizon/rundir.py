@@ -155,47 +155,21 @@ class RunDirectory:
         path = self.path / "journal.jsonl"
         if any(known.index == record.index for known in self.journal()):
             return  # killed between journal and checkpoint; this step was repeated bit for bit
-        line = json.dumps(record.to_dict(), allow_nan=False).encode() + b"\n"
-        with _Said(f"cannot write {path}"), open(path, "a+b") as journal:
-            _drop_torn_line(journal)
-            journal.write(line)
-            journal.flush()
-            os.fsync(journal.fileno())
+        append_line(path, record.to_dict())
 
     def checkpoint(self, content: Mapping[str, Any]) -> None:
         """Save where the run is."""
-        path = self.path / "checkpoint.pt"
-        partial = path.with_suffix(".part")
-        with _Said(f"cannot write {path}; the checkpoint before it is untouched"):
-            try:
-                with open(partial, "wb") as file:
-                    torch.save({"format": FORMAT, "fingerprint": self._fingerprint(), "content": dict(content)}, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, path)
-            except (OSError, RuntimeError):
-                partial.unlink(missing_ok=True)
-                raise
-            _sync_directory(self.path)
+        save_tensors(self.path / "checkpoint.pt", {"fingerprint": self._fingerprint(), "content": dict(content)})
 
     def load(self) -> dict[str, Any] | None:
         """The last checkpoint, or None if there is none yet."""
         path = self.path / "checkpoint.pt"
-        if not path.exists():
+        payload = load_tensors(path)
+        if payload is None:
             return None
-        try:
-            payload = torch.load(path, map_location="cpu", weights_only=True)
-            version, content = payload["format"], payload["content"]
-        except Exception as error:  # torch raises many kinds for a damaged file
-            first = str(error).splitlines()[0] if str(error) else ""
-            raise RunError(
-                f"{path} cannot be read ({type(error).__name__}: {first[:80]}); delete it to go on from the journal."
-            ) from None
-        if version > FORMAT:
-            raise RunError(f"{path} has format {version}; this longhorizon reads up to {FORMAT}: update it.")
         if payload["fingerprint"] != self._fingerprint():
             raise RunError(f"{path} belongs to another run than {self.path / 'run.json'}: they were mixed up.")
-        return dict(content)
+        return dict(payload["content"])
 
     def save_schedule(self, name: str, schedule: Schedule) -> None:
         """Write schedule.json or best.json."""
@@ -221,6 +195,49 @@ class RunDirectory:
         """Of the run that a checkpoint belongs to; equal settings may go with another model or other data."""
         there = self.describe()
         return f"{there['fingerprint']}{there.get('environment', {}).get('run', '')}"
+
+
+def save_tensors(path: Path, payload: Mapping[str, Any]) -> None:
+    """Write a checkpoint: aside, then renamed, so that the one before it stays until this one is whole."""
+    partial = path.with_suffix(".part")
+    with _Said(f"cannot write {path}; the checkpoint before it is untouched"):
+        try:
+            with open(partial, "wb") as file:
+                torch.save({"format": FORMAT, **payload}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except (OSError, RuntimeError):
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_directory(path.parent)
+
+
+def load_tensors(path: Path) -> dict[str, Any] | None:
+    """Read a checkpoint, or None if there is none yet; nothing in it is run."""
+    if not path.exists():
+        return None
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+        version, _ = payload["format"], payload["content"]
+    except Exception as error:  # torch raises many kinds for a damaged file
+        first = str(error).splitlines()[0] if str(error) else ""
+        raise RunError(
+            f"{path} cannot be read ({type(error).__name__}: {first[:80]}); delete it to go on from the journal."
+        ) from None
+    if version > FORMAT:
+        raise RunError(f"{path} has format {version}; this longhorizon reads up to {FORMAT}: update it.")
+    return dict(payload)
+
+
+def append_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Add a line to a journal, in the place of one that a killed process left torn."""
+    line = json.dumps(content, allow_nan=False).encode() + b"\n"
+    with _Said(f"cannot write {path}"), open(path, "a+b") as journal:
+        _drop_torn_line(journal)
+        journal.write(line)
+        journal.flush()
+        os.fsync(journal.fileno())
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:

@@ -1,0 +1,59 @@
+"""What the commands have in common: a recipe, its keys among the words of a command line, where a run goes."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from longhorizon import recipe as recipes
+
+RECIPE = click.argument("recipe", required=False, type=click.Path(path_type=Path), metavar="[RECIPE.toml]")
+EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 130}
+
+
+def file_or_key(recipe: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """Tell a recipe from a key: click takes the first free word for the recipe, even that of a `--key value` pair."""
+    if recipe is not None and str(recipe).startswith("--"):
+        return None, [str(recipe), *words]
+    return recipe, words
+
+
+def overrides(arguments: list[str]) -> dict[str, Any]:
+    """`--key value` and `--key=value` pairs as a dictionary."""
+    found: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise click.UsageError(f"unexpected argument {word!r}; recipe keys are written --key value.")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise click.UsageError(f"--{key} needs a value.")
+            value = rest.pop(0)
+        found[key] = recipes.parse_value(value)
+    return found
+
+
+def next_directory(parent: Path, name: str) -> Path:
+    """The first of NAME-001, NAME-002 … that is free."""
+    taken = {path.name for path in parent.glob(f"{name}-*")} if parent.exists() else set()
+    number = 1
+    while f"{name}-{number:03d}" in taken:
+        number += 1
+    return parent / f"{name}-{number:03d}"
+
+
+def download_note(note: Callable[[str], None]) -> Callable[[str, int, int | None], None]:
+    """Tells how a download goes, every two seconds."""
+    last = 0.0
+
+    def progress(name: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > 2 or done == total:
+            last = time.monotonic()
+            note(f"downloading {name}: {done / 1e6:.1f} MB{f' of {total / 1e6:.1f} MB' if total else ''}")
+
+    return progress

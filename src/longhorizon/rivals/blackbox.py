@@ -1,0 +1,187 @@
+"""Black-box methods through Optuna: random search, Bayesian optimization, Hyperband, BOHB.
+
+A study is a journal file in the method's own folder. The sampler is made anew for every trial from the seed and the
+trial's number, so that a resumed search draws what an unbroken one would. A trial that was running when its process
+died is taken up again, at its last checkpoint.
+
+A network that training has ruined may have any loss, 1e25 as well as infinity, and a model of the loss that has to
+explain such numbers sees nothing else. So searches are told at most twice the loss of an untrained network; the journal
+has the loss itself.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longhorizon import seeds
+from longhorizon.rivals import hyperband
+from longhorizon.rivals.arena import Arena, Setup, Trial
+from longhorizon.rivals.space import setting_of
+from longhorizon.rivals.training import Training
+
+STUDY = "study.log"
+CEILING = 2.0  # times the loss of an untrained network
+_WARM: set[str] = set()  # samplers that this process has used
+
+
+@dataclass(frozen=True)
+class BlackBox:
+    """A search that sees only values and losses.
+
+    Attributes:
+        sampler: who proposes: uniformly, a Gaussian process, or a tree-structured Parzen estimator.
+        early: whether Hyperband ends trials early.
+    """
+
+    name: str
+    sampler: Literal["random", "gp", "tpe"]
+    early: bool = False
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return ("optuna", "scipy") if self.sampler == "gp" else ("optuna",)
+
+    def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None:
+        if self.sampler in _WARM:
+            return
+        import optuna
+
+        _WARM.add(self.sampler)
+        with quiet():
+            study = optuna.create_study(sampler=self._sampler(0, 0))
+            for number in range(12):  # samplers begin with ten random trials
+                trial = study.ask()
+                trial.suggest_float("x", 0.0, 1.0)
+                study.tell(trial, float(number))
+
+    def least(self, setup: Setup) -> int:
+        return self.rungs(setup)[0]
+
+    def rungs(self, setup: Setup) -> list[int]:
+        """Training steps at which a trial is judged."""
+        if not self.early:
+            return [setup.steps]
+        return hyperband.rungs(setup.steps, hyperband.epoch_of(setup.steps, setup.epoch))
+
+    def run(self, arena: Arena) -> None:
+        with quiet():
+            self.work(arena, self.running(arena))
+
+    def running(self, arena: Arena) -> list[int]:
+        """Trials that no process works on any more, by number."""
+        from optuna.trial import TrialState
+
+        return [t.number for t in self.study(arena).get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+
+    def work(self, arena: Arena, unfinished: Sequence[int], worker: int = 0) -> None:
+        """Finish these trials, then take new ones until the purse is empty."""
+        study = self.study(arena)
+        for number in unfinished:
+            self._trial(arena, study, number, worker)
+        while arena.purse.allows(self.least(arena.setup)):
+            self._trial(arena, study, None, worker)
+
+    def study(self, arena: Arena) -> Any:
+        """The study on disk, of this method and seed."""
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        pruner: Any = optuna.pruners.NopPruner()
+        if self.early:
+            most = hyperband.ETA ** (len(self.rungs(arena.setup)) - 1)  # rungs are told as powers of η
+            pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=most, reduction_factor=hyperband.ETA)
+        return optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(arena.dir / STUDY))),
+            study_name=f"{arena.method}-{arena.seed}",
+            direction="minimize",
+            sampler=self._sampler(arena.seed, 0),
+            pruner=pruner,
+            load_if_exists=True,
+        )
+
+    def _sampler(self, seed: int, number: int) -> Any:
+        from optuna import samplers
+
+        own = seeds.mix(seed, number, seeds.INIT) % 2**32
+        if self.sampler == "gp":
+            return samplers.GPSampler(seed=own)
+        if self.sampler == "tpe":
+            return samplers.TPESampler(multivariate=True, constant_liar=True, seed=own)
+        return samplers.RandomSampler(seed=own)
+
+    def _trial(self, arena: Arena, study: Any, number: int | None, worker: int) -> None:
+        """One trial, new or taken up again, up to its end or to where the pruner ends it."""
+        from optuna.trial import Trial as OptunaTrial
+        from optuna.trial import TrialState
+
+        setup, began = arena.setup, time.perf_counter()
+        space = setup.axes
+        among = study.get_trials(deepcopy=False)
+        study.sampler = self._sampler(arena.seed, (len(among) if number is None else number) + worker * 2**16)
+        if number is None:
+            trial, reported = study.ask(), {}
+        else:
+            trial, reported = OptunaTrial(study, among[number]._trial_id), among[number].intermediate_values
+        chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
+        setting = setting_of(setup.hypers, chosen, space)
+        one = Trial(
+            arena,
+            trial.number,
+            setting,
+            lambda saved: Training(arena.problem(setting, trial.number), arena.counter, saved),
+            time.perf_counter() - began,
+        )
+        rungs = self.rungs(setup)
+        for rung, at in enumerate(rungs):
+            if arena.found(trial.number, at) is None and not arena.purse.allows(at - one.since):
+                return  # it stays open, and goes on from its last rung if the budget grows
+            found = one.to(at)
+            if found.status.startswith("crashed"):
+                study.tell(trial, state=TrialState.FAIL)
+                break
+            told = min(found.val_loss, _ceiling(study, one, arena))
+            if at == rungs[-1] and (math.isfinite(found.val_loss) or not self.early):
+                study.tell(trial, told)
+                break
+            if hyperband.ETA**rung not in reported:
+                trial.report(told, hyperband.ETA**rung)
+            if trial.should_prune() or not math.isfinite(found.val_loss):
+                study.tell(trial, state=TrialState.PRUNED)
+                break
+            one.keep()
+        one.forget()
+
+
+def _ceiling(study: Any, trial: Trial, arena: Arena) -> float:
+    """The most that a search is told, from the first trial that got so far."""
+    if "ceiling" not in study.user_attrs:
+        training = trial.training
+        problem = arena.problem(trial.setting, trial.number) if training is None else training.problem
+        study.set_user_attr("ceiling", CEILING * float(problem.validation_loss(problem.start, 1)))
+    return float(study.user_attrs["ceiling"])
+
+
+class quiet:  # noqa: N801 - reads as a word
+    """Optuna without its log lines, and without warnings about what is meant."""
+
+    def __enter__(self) -> None:
+        import optuna
+
+        self._before = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        for text in (".*experimental.*", ".*multivariate.*", ".*constant_liar.*", ".*non-finite.*", ".*infinite.*"):
+            warnings.filterwarnings("ignore", message=text)
+
+    def __exit__(self, *what: Any) -> None:
+        import optuna
+
+        self._warnings.__exit__(*what)
+        optuna.logging.set_verbosity(self._before)

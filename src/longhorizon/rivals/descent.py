@@ -1,0 +1,144 @@
+"""Hypergradient descent (Baydin et al., ICLR 2018): hyperparameters that move while the network trains.
+
+With u the optimizer's update, the run so far held constant, the objective of step t's hyperparameters λ is the
+training loss of the NEXT batch right after that step:
+
+    θ_t = u(θ_{t-1}, g_{t-1}, memory, λ_{t-1})        h_t = ∂L_t(θ_t)/∂λ_{t-1} = ∇L_t(θ_t) · ∂θ_t/∂λ_{t-1}
+    λ_t = λ_{t-1} − rate · clip(h_t)                  and only then the step from θ_t, with the gradient just taken
+
+∇L_t(θ_t) is the gradient that the next step needs anyway, and ∂θ_t/∂λ is that of the rule alone, so a step costs about
+one gradient. It is taken by autograd through `Inner.update`, so it holds for every rule, at zero too.
+Hyperparameters of the loss have no such derivative and keep their start.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longhorizon import tree
+from longhorizon.engines.base import Watch
+from longhorizon.hypers import argument
+from longhorizon.inner import Hypers, Inner, State
+from longhorizon.outer import GradientDescent
+from longhorizon.problem import Problem
+from longhorizon.rivals.space import Setting, thinned
+from longhorizon.rivals.training import Counter
+from longhorizon.rules import Params
+
+RATE, CLIP = 0.2, 1.0  # the paper's Appendix C
+
+
+def one_step_hypergradient(
+    inner: Inner, state: State, grads: Params, hypers: Hypers, keys: list[str], slope: Params
+) -> dict[str, Tensor]:
+    """∂L_next/∂λ of one step: the next loss's gradient, pulled back through the rule's update.
+
+    Args:
+        state: before the step.
+        grads: the gradient that the step used.
+        hypers: all values that the step used.
+        keys: which of them to differentiate.
+        slope: the next batch's gradient at the parameters after the step.
+    """
+    leaves = {key: hypers[key].detach().requires_grad_() for key in keys}
+    with torch.enable_grad():
+        after, _ = inner.update(state.params, grads, state.memory, {**hypers, **leaves})
+        moved = [name for name, p in after.items() if p.requires_grad]
+        if not moved:
+            return {key: torch.zeros_like(leaf) for key, leaf in leaves.items()}
+        found = torch.autograd.grad(
+            [after[name] for name in moved],
+            list(leaves.values()),
+            [slope[name] for name in moved],
+            allow_unused=True,
+        )
+    return {
+        key: torch.zeros_like(leaf) if g is None else g for (key, leaf), g in zip(leaves.items(), found, strict=True)
+    }
+
+
+class Descent:
+    """A training run whose hyperparameters follow their one-step hypergradients.
+
+    Args:
+        problem: its values are the starts; a schedule begins with its first window and moves from there.
+        rate: of the outer SGD.
+        clip: elementwise bound on the hypergradient.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        counter: Counter,
+        rate: float = RATE,
+        clip: float = CLIP,
+        saved: dict[str, Any] | None = None,
+    ):
+        self.problem, self.counter, self.clip = problem, counter, clip
+        self.keys = [key for key in problem.learnt if argument(key) in problem.rule.defaults]
+        self._hypers = {key: replace(problem.hypers[key], windows=1) for key in self.keys}
+        self._outer = GradientDescent(rate)
+        self._rates = self._outer.init(self._hypers)
+        self.watch = Watch(problem, saved and saved["watch"])
+        self.failed = self.watch.first
+        self.t: int = saved["t"] if saved else 0
+        self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
+        device = problem.device
+        first = {key: problem.values[key][:1].to(device) for key in self.keys}
+        self.values: dict[str, Tensor] = {k: v.to(device) for k, v in saved["values"].items()} if saved else first
+        size = (problem.steps,)
+        self.trace = {key: torch.full(size, torch.nan, dtype=torch.float64, device=device) for key in self.keys}
+        self._last: tuple[State, Params, Hypers] | None = None  # the step before: from where, gradient, values
+        if saved:
+            self.trace = {key: v.to(device, copy=True) for key, v in saved["trace"].items()}
+            if saved["last"]:
+                like = (problem.start, problem.start.params, problem.hypers_at(0))
+                self._last = tree.unpack(like, saved["last"])
+
+    def advance(self) -> None:
+        problem, step, inner = self.problem, self.t, self.problem.inner
+        batch = problem.batch(step)
+        problem.seed_step(step)
+        params = {name: p.detach().requires_grad_() for name, p in self.state.params.items()}
+        now = self._at(step)
+        grads, buffers, loss = inner.gradient(params, self.state.buffers, batch, now)
+        grads = {name: g.detach() for name, g in grads.items()}
+        if self._last is not None:
+            found = one_step_hypergradient(inner, *self._last, self.keys, grads)
+            mean = {key: g.double().clamp(-self.clip, self.clip).reshape(1) for key, g in found.items()}
+            self.values, _ = self._outer.update(self.values, mean, self._rates, self._hypers)
+            now = self._at(step)
+        before = self.state
+        with torch.no_grad():
+            moved, memory = inner.update(before.params, grads, before.memory, now)
+        self.state = State(moved, {name: b.detach() for name, b in buffers.items()}, memory)
+        self._last = (before, grads, now)
+        for key, value in self.values.items():
+            self.trace[key][step] = value[0]
+        self.counter.steps += 1
+        self.failed = self.watch.see(step, loss.detach())
+        self.t += 1
+
+    def weights(self) -> State:
+        return self.state
+
+    def learnt(self) -> Setting:
+        """The values of every step so far; a long run's as window means."""
+        fixed = {key: self.problem.values[key].tolist() for key in self.problem.hypers if key not in self.keys}
+        return fixed | {key: thinned(v[: self.t].tolist()) for key, v in self.trace.items()}
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "t": self.t,
+            "state": tree.pack(self.state),
+            "values": {key: v.clone() for key, v in self.values.items()},
+            "trace": {key: v.clone() for key, v in self.trace.items()},
+            "last": tree.pack(self._last) if self._last is not None else [],
+            "watch": self.watch.save(),
+        }
+
+    def _at(self, step: int) -> Hypers:
+        moving = {key: v[0].to(self.problem.dtype) for key, v in self.values.items()}
+        return {**self.problem.hypers_at(step), **moving}

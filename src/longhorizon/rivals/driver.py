@@ -1,0 +1,268 @@
+"""`compare`: every method with every seed, with a directory, a clock and signals around them."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longhorizon.cuda import Precision
+from longhorizon.engines import Engine
+from longhorizon.hypers import Hyper
+from longhorizon.problem import environment, make_problem
+from longhorizon.rivals import registry, workers
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
+from longhorizon.rivals.blackbox import BlackBox
+from longhorizon.rivals.budget import Budget, Purse, parse_budget
+from longhorizon.rivals.ledger import Evaluation, Ledger
+from longhorizon.rivals.methods import Method
+from longhorizon.rivals.regret import Row, table
+from longhorizon.rivals.testing import Tested, Which, read_tests, try_all
+from longhorizon.rules import Rule
+from longhorizon.run import Interrupted, settings_of, stop_signals
+from longhorizon.rundir import RunDirectory
+from longhorizon.seeds import checked
+from longhorizon.task import Task
+from longhorizon.tuning import Tuning, plain
+
+KIND = "compare"  # in run.json, to tell a comparison from a tuning run
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out of a comparison.
+
+    Attributes:
+        evaluations: every trained and judged model, of all methods, in the order they came.
+        tests: of the settings that were the best of their method and seed at some time.
+        gave_up: methods that ended before their time, and why, as "METHOD-SEED".
+        dir: where it is on disk, if anywhere.
+    """
+
+    evaluations: list[Evaluation]
+    tests: list[Tested]
+    gave_up: dict[str, str]
+    dir: Path | None = None
+
+    def table(self) -> list[Row]:
+        """A row per method: test scores, regret, time to zero regret, steps."""
+        return table(self.evaluations, self.tests)
+
+
+@dataclass
+class Watcher:
+    """Who is told what goes on."""
+
+    on_method: Callable[[str, int, Arena], None] | None = None  # method, seed: begins
+    on_evaluation: Callable[[Evaluation], None] | None = None
+    progress: Callable[[Arena, int], None] | None = None  # after every training step
+    note: Callable[[str], None] | None = None
+
+
+def compare(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    *,
+    steps: int | Sequence[int],
+    budget: str,
+    methods: Sequence[str] = registry.USUAL,
+    outer_steps: int = 10,
+    outer: Any = None,
+    engine: Engine | Any = "auto",
+    seed: int = 0,
+    seeds: int = 1,
+    repeats: int = 1,
+    epoch: int = 0,
+    horizon: int = 1,
+    workers: int = 1,
+    test: Which = "all",
+    test_seeds: int = 3,
+    precision: Precision = "float32",
+    dir: str | os.PathLike[str] | None = None,
+    checkpoint_seconds: float = 30.0,
+    recipe: str | None = None,
+    watcher: Watcher | None = None,
+) -> Comparison:
+    """Compare ways to find hyperparameters, on equal terms: task, ranges, training step, splits, clock and budget.
+
+    Args:
+        task, rule, hypers: as for `tune`. The range of every value is what `SignDescent` can reach in `outer_steps`.
+        steps: inner steps of a training run; a list is for methods that take outer steps, and its largest for all.
+        budget: of each method with each seed: "300s", "5m", "20 runs" or "4000 steps".
+        methods: names; ["all"] for every one there is.
+        outer_steps, outer, engine, seeds: of `fds` (and, but for the engine, of `greedy`), as for `tune`.
+        seed: of everything.
+        repeats: how often every method is run, each time with another seed, for mean and spread.
+        epoch: inner steps of an epoch, the least that Hyperband gives a trial. Default: a 27th of a run.
+        horizon: how many steps ahead `greedy` looks.
+        workers: processes for each of the black-box methods; they make the task anew, so `recipe` is needed.
+        test: which settings to train on all training data and test: "all" that were a method's best at some time,
+            the "last" of each, or "none".
+        test_seeds: trainings per test.
+        precision: of float32 products on a GPU.
+        dir: where to keep it. If the same comparison is there already it goes on where it stopped; it may be given more
+            methods, repeats or budget.
+        checkpoint_seconds: how often to save inside a training run.
+        recipe: the text of the recipe that all this came from.
+        watcher: who is told what goes on.
+
+    Raises:
+        Interrupted: after Ctrl-C or SIGTERM, when all is saved; call again to go on.
+        ImportError: for a method whose package is missing, with the extra to install.
+        ValueError: for bad input or a budget too small for one trial, before any work.
+    """
+    tuning = Tuning(  # checks, before anything is written
+        task, rule, hypers, steps=steps, outer_steps=outer_steps, outer=outer, engine=engine, seed=seed, seeds=seeds
+    )
+    wanted = registry.chosen(methods)
+    for name, count in (("repeats", repeats), ("workers", workers), ("test_seeds", test_seeds)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}={count!r}: expected a whole number, at least 1.")
+    if workers > 1 and (recipe is None or dir is None):
+        raise ValueError("workers are processes that make the task themselves: give `recipe` and `dir` too.")
+    if test not in ("all", "last", "none"):
+        raise ValueError(f"test={test!r}: expected 'all', 'last' or 'none'.")
+    setup = Setup(
+        task, rule, dict(hypers), tuning.horizons, tuning.outer_steps, outer, engine, tuning.seeds, epoch, horizon
+    )
+    limit = parse_budget(budget, setup.steps)
+    for method in wanted:
+        method.check(setup)
+    with environment(precision):
+        _check_budget(setup, wanted, limit, budget)
+        for method in wanted:
+            method.warm()
+    settings = settings_of(tuning) | {"kind": KIND, "outer_steps": tuning.outer_steps, "epoch": epoch}
+    settings |= {"horizon": horizon, "precision": precision, "test_seeds": test_seeds}
+    plan = {"methods": [m.name for m in wanted], "budget": budget, "repeats": repeats, "workers": workers, "test": test}
+    if dir is None:
+        with tempfile.TemporaryDirectory() as place:
+            there = _Run(setup, wanted, limit, Path(place), precision, checkpoint_seconds, watcher or Watcher())
+            return there.all(checked(seed), repeats, 1, test, test_seeds, keep=False)
+    with RunDirectory(dir) as directory:
+        directory.begin(settings, recipe)
+        directory.save_json("plan.json", plan)
+        there = _Run(setup, wanted, limit, directory.path, precision, checkpoint_seconds, watcher or Watcher())
+        return there.all(checked(seed), repeats, workers, test, test_seeds)
+
+
+class _Run:
+    """A comparison in progress."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        methods: list[Method],
+        limit: Budget,
+        dir: Path,
+        precision: Precision,
+        checkpoint_seconds: float,
+        watcher: Watcher,
+    ):
+        self.setup, self.methods, self.limit, self.dir = setup, methods, limit, dir
+        self.precision, self.checkpoint_seconds, self.watcher = precision, checkpoint_seconds, watcher
+        self.ledger, self.gave_up = Ledger(dir / "journal.jsonl"), dict[str, str]()
+
+    def all(self, seed: int, repeats: int, count: int, test: Which, test_seeds: int, keep: bool = True) -> Comparison:
+        with stop_signals(keep) as asked:
+            try:
+                for own in range(seed, seed + repeats):
+                    for method in self.methods:
+                        self._method(method, own, count, asked)
+                        if self.setup.task.test is not None:
+                            self._test(test, test_seeds, asked)
+            except Stop:
+                raise Interrupted(f"stopped; all is saved in {self.dir}") from None
+        return Comparison(
+            list(self.ledger.all()), read_tests(self.dir / "tests.jsonl"), self.gave_up, self.dir if keep else None
+        )
+
+    def _method(self, method: Method, seed: int, count: int, asked: list[int]) -> None:
+        watcher = self.watcher
+        past = self.ledger.of(method.name, seed)
+        spent = sum(e.cost for e in past), sum(e.seconds for e in past)
+
+        def pulse(arena: Arena, done: int) -> None:
+            if watcher.progress is not None:
+                watcher.progress(arena, done)
+            if asked:
+                raise Stop
+
+        arena = Arena(
+            self.setup,
+            method.name,
+            seed,
+            Purse(self.limit, *spent),
+            self.ledger,
+            self.dir / f"{method.name}-{seed}",
+            checkpoint_seconds=self.checkpoint_seconds,
+            pulse=pulse,
+            on_evaluation=watcher.on_evaluation,
+        )
+        if watcher.on_method is not None:
+            watcher.on_method(method.name, seed, arena)
+        try:
+            if count > 1 and isinstance(method, BlackBox):
+                workers.run(method, arena, count, asked, watcher.on_evaluation)
+            else:
+                with workers.alone(arena.dir), environment(self.precision):
+                    method.run(arena)
+        except GaveUp as why:
+            self.gave_up[f"{method.name}-{seed}"] = str(why)
+            if watcher.note is not None:
+                watcher.note(f"{method.name}, seed {seed}, gave up: {why}")
+        if asked:
+            raise Stop
+
+    def _test(self, which: Which, test_seeds: int, asked: list[int]) -> None:
+        def progress(done: int, total: int) -> None:
+            if asked:
+                raise Stop
+
+        try_all(self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
+
+
+def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:
+    """Refuse a budget that does not pay for one trial of every method."""
+    dearest = max(methods, key=lambda m: m.least(setup))
+    need = dearest.least(setup)
+    if limit.unit == "steps":
+        if limit.amount < need:
+            raise ValueError(
+                f"budget {text!r} is {limit.amount:g} training steps, too small for one trial of {dearest.name}, "
+                f"which takes {need}; give at least '{need} steps'."
+            )
+        return
+    seconds = need * seconds_per_step(setup)
+    if limit.amount < seconds:
+        raise ValueError(
+            f"budget {text!r} is too small for one trial of {dearest.name}: its {need} training steps take about "
+            f"{seconds:.3g} s here; give at least '{seconds * 1.5:.2g}s'."
+        )
+
+
+def seconds_per_step(setup: Setup, tries: int = 3) -> float:
+    """How long a plain training step takes, at its fastest of a few."""
+    problem = make_problem(setup.task, setup.rule, setup.hypers, setup.steps, 0)
+    state, taken = problem.start, []
+    for step in range(min(tries, setup.steps)):
+        began = time.perf_counter()
+        state, loss = problem.train_step(state, step)
+        float(loss)  # waits for an accelerator
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def result_of(comparison: Comparison, seconds: float) -> dict[str, Any]:
+    """What result.json holds."""
+    return {
+        "table": [plain(vars(row)) for row in comparison.table()],
+        "gave_up": comparison.gave_up,
+        "seconds": seconds,
+        "threads": torch.get_num_threads(),
+    }

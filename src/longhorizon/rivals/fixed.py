@@ -1,0 +1,151 @@
+"""Settings that are known beforehand: schedules off the shelf, and the paper's grid around common practice."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from longhorizon import seeds
+from longhorizon.hypers import argument
+from longhorizon.offtheshelf import SHELF, multistep
+from longhorizon.rivals.arena import Arena, Setup, Trial
+from longhorizon.rivals.hyperband import ETA
+from longhorizon.rivals.ledger import Evaluation
+from longhorizon.rivals.space import FINEST, Setting
+from longhorizon.rivals.training import Training
+
+# Appendix F: first learning rate, decay at 30, 60 and 80 % of the run, momentum, weight decay; 135 settings.
+RATES = (0.05, 0.1, 0.2, 0.4, 0.6)
+DECAYS = (0.1, 0.2, 0.4)
+MOMENTA = (0.45, 0.9, 0.99)
+WEIGHT_DECAYS = (2.5e-4, 5e-4, 1e-3)
+HALVINGS = 3  # rungs below the whole run: 1/27, 1/9 and 1/3 of it
+
+
+def appendix_f() -> list[Setting]:
+    """The 135 settings.
+
+    >>> len(appendix_f()), appendix_f()[0]["momentum"]
+    (135, [0.45])
+    """
+    return [
+        {"lr": multistep(rate, decay), "momentum": [momentum], "weight_decay": [weight_decay]}
+        for rate, decay, momentum, weight_decay in itertools.product(RATES, DECAYS, MOMENTA, WEIGHT_DECAYS)
+    ]
+
+
+def evaluate(arena: Arena, trial: int, setting: Setting, steps: int, replicate: int = 0) -> Evaluation:
+    """Train with a setting from scratch, and judge."""
+    one = Trial(
+        arena,
+        trial,
+        setting,
+        lambda saved: Training(arena.problem(setting, trial, steps, replicate), arena.counter, saved),
+    )
+    found = one.to(steps)
+    one.forget()
+    return found
+
+
+@dataclass(frozen=True)
+class OffTheShelf:
+    """One schedule that people would guess, trained once."""
+
+    name: str
+    packages: tuple[str, ...] = ()
+
+    def check(self, setup: Setup) -> None:
+        SHELF[self.name](setup.rule, setup.steps)
+
+    def warm(self) -> None: ...
+
+    def least(self, setup: Setup) -> int:
+        return setup.steps
+
+    def run(self, arena: Arena) -> None:
+        setup = arena.setup
+        if not arena.past() and arena.purse.allows(setup.steps):
+            evaluate(arena, 0, SHELF[self.name](setup.rule, min(setup.steps, FINEST)), setup.steps)
+
+
+class Grid:
+    """Appendix F's 135 settings, each trained once, in an order by the seed, as far as the purse goes."""
+
+    name = "grid"
+    packages: tuple[str, ...] = ()
+
+    def check(self, setup: Setup) -> None:
+        _check_sgd(self.name, setup)
+
+    def warm(self) -> None: ...
+
+    def least(self, setup: Setup) -> int:
+        return setup.steps
+
+    def run(self, arena: Arena) -> None:
+        settings, steps = appendix_f(), arena.setup.steps
+        known = {e.trial for e in arena.past()}
+        for trial in order(arena.seed, len(settings)):
+            if trial in known:
+                continue
+            if not arena.purse.allows(steps):
+                return
+            evaluate(arena, trial, settings[trial], steps)
+
+
+class GridHalving:
+    """A shortcut of the grid, successive halving: all settings shortly, the best third longer, up to the whole run.
+
+    Each rung trains from scratch, with the schedule stretched to its length: its decays are what a setting is about.
+    """
+
+    name = "grid-halving"
+    packages: tuple[str, ...] = ()
+
+    def check(self, setup: Setup) -> None:
+        _check_sgd(self.name, setup)
+
+    def warm(self) -> None: ...
+
+    def least(self, setup: Setup) -> int:
+        return halvings(setup.steps)[0]
+
+    def run(self, arena: Arena) -> None:
+        settings = appendix_f()
+        alive = order(arena.seed, len(settings))
+        for rung, steps in enumerate(halvings(arena.setup.steps)):
+            found = []
+            for trial in alive:
+                known = arena.found(trial, steps)
+                if known is None and not arena.purse.allows(steps):
+                    return
+                found.append(known or evaluate(arena, trial, settings[trial], steps, rung))
+            good = [e for e in found if math.isfinite(e.val_loss)]
+            alive = [e.trial for e in sorted(good, key=lambda e: e.val_loss)[: max(1, len(found) // ETA)]]
+
+
+def order(seed: int, count: int) -> list[int]:
+    """All numbers below `count`, shuffled, so that a grid cut short is not cut on one side."""
+    return [int(i) for i in np.random.default_rng(seeds.mix(seed, count)).permutation(count)]
+
+
+def halvings(steps: int) -> list[int]:
+    """Lengths of training, rung by rung.
+
+    >>> halvings(270)
+    [10, 30, 90, 270]
+    """
+    return sorted({max(1, steps // ETA**i) for i in range(HALVINGS + 1)})
+
+
+def _check_sgd(name: str, setup: Setup) -> None:
+    missing = {"lr", "momentum", "weight_decay"} - set(setup.rule.defaults)
+    if missing:
+        raise ValueError(
+            f"{name}: the paper's grid is one of SGD's learning rate, momentum and weight decay, and "
+            f"{setup.rule.name} has no {sorted(missing)[0]!r}; leave {name} out."
+        )
+    labelled = [key for key in setup.hypers if "/" in key and argument(key) in setup.rule.defaults]
+    if labelled:
+        raise ValueError(f"{name}: it sets one value for all parameters, and {labelled[0]!r} is one of several.")

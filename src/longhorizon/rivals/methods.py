@@ -1,0 +1,188 @@
+"""What a method is, and the methods that differentiate: FDS, the greedy scheme, hypergradient descent.
+
+A method spends its purse in an arena. All it knows when it is called again, after a stop or a kill, is what the journal
+says and what it saved; it goes on from there.
+"""
+
+import math
+import time
+from functools import partial
+from typing import Any, Protocol
+
+from longhorizon import seeds
+from longhorizon.engines import Greedy
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, words_of
+from longhorizon.rivals.descent import Descent
+from longhorizon.rivals.space import Setting, draw
+from longhorizon.rivals.training import Judged, Trains
+from longhorizon.tuning import OuterStep, Tuning, plain
+
+DRAW = 7  # a purpose of its own for random starts
+
+
+class Method(Protocol):
+    """A way to find hyperparameters."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What it needs besides torch and numpy."""
+        ...
+
+    def check(self, setup: Setup) -> None:
+        """Refuse a task that it cannot do."""
+        ...
+
+    def warm(self) -> None:
+        """Load what its package loads at first use, so that this is on nobody's clock."""
+        ...
+
+    def least(self, setup: Setup) -> int:
+        """The training steps of its first evaluation."""
+        ...
+
+    def run(self, arena: Arena) -> None:
+        """Spend what is left of the purse, or finish earlier."""
+        ...
+
+
+class Fds:
+    """The hypergradient of the whole run, outer step by outer step: `tune`, with a purse."""
+
+    name = "fds"
+    packages: tuple[str, ...] = ()
+
+    def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
+
+    def least(self, setup: Setup) -> int:
+        return setup.horizons[0] * setup.seeds
+
+    def run(self, arena: Arena) -> None:
+        drive(arena, arena.setup.engine)
+
+
+class GreedyScheme:
+    """The same outer loop on hypergradients that look `horizon` steps ahead, the paper's section 5.2.
+
+    No tricks: values are not carried from step to step as hypergradient descent carries them.
+    """
+
+    name = "greedy"
+    packages: tuple[str, ...] = ()
+
+    def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
+
+    def least(self, setup: Setup) -> int:
+        return setup.horizons[0] * setup.seeds
+
+    def run(self, arena: Arena) -> None:
+        clip = getattr(arena.setup.engine, "clip", None)
+        drive(arena, Greedy(arena.setup.horizon, clip=clip))
+
+
+def drive(arena: Arena, engine: Any) -> None:
+    """Take outer steps until they end or the purse does; each is an evaluation of the values it began at."""
+    setup = arena.setup
+    saved = arena.load("tuning.pt")
+    tuning = Tuning(
+        setup.task,
+        setup.rule,
+        setup.hypers,
+        steps=setup.horizons,
+        outer_steps=setup.outer_steps,
+        outer=setup.outer,
+        engine=engine,
+        seed=arena.seed,
+        seeds=setup.seeds,
+        saved=saved and saved["tuning"],
+    )
+    counted: int = saved["counted"] if saved else 0  # in the outer step in progress
+    phase = _phase(saved["tuning"]["run"]) if saved else "train"
+    saved_at = time.monotonic()
+    while not tuning.done:
+        steps = tuning.horizon(tuning.index)
+        if not arena.purse.allows(steps * setup.seeds) and arena.found(tuning.index, steps) is None:
+            return
+        before = tuning.run.progress.phase if tuning.run is not None else phase
+        phase = "train"
+        try:
+            record = tuning.advance()
+        except Exception as error:  # several runs in a row diverged, the model has no such derivative, the user's code
+            crash = Judged(status=f"crashed: {words_of(error)}")
+            arena.record(tuning.index, steps, counted, counted, tuning.seconds, crash, plain(tuning.values))
+            raise GaveUp(words_of(error)) from error
+        if before == "train":
+            counted += 1
+            arena.counter.steps += 1
+        if record is not None:
+            _record(arena, record, counted)
+            counted = 0
+        asked = _asked(arena, counted)
+        if record is not None or asked or time.monotonic() - saved_at >= arena.checkpoint_seconds:
+            arena.save("tuning.pt", {"tuning": tuning.save(), "counted": counted})
+            saved_at = time.monotonic()
+        if asked:
+            raise Stop
+
+
+def _record(arena: Arena, record: OuterStep, counted: int) -> None:
+    fine = record.status == "ok"
+    cost = record.steps * len(record.seeds) if fine else counted  # a run that ended early is charged what it took
+    loss = record.val_loss if math.isfinite(record.val_loss) else math.inf
+    status = record.status if fine or math.isfinite(loss) else f"diverged: {record.status}"
+    values: Setting = plain(record.values)
+    arena.record(
+        record.index, record.steps, cost, counted, record.seconds, Judged(loss, record.metrics, status), values
+    )
+
+
+def _asked(arena: Arena, done: int) -> bool:
+    try:
+        arena.pulse(done)
+    except Stop:
+        return True
+    return False
+
+
+def _phase(run: Any) -> str:
+    """What a saved run was about to do."""
+    return "train" if run is None else str(run.get("sweep", run).get("phase", "train"))
+
+
+class HypergradientDescent:
+    """Online hypergradients, run after run: the first from the user's starts, others from random ones (Figure 1)."""
+
+    name = "hd"
+    packages: tuple[str, ...] = ()
+
+    def check(self, setup: Setup) -> None: ...
+
+    def warm(self) -> None: ...
+
+    def least(self, setup: Setup) -> int:
+        return setup.steps
+
+    def run(self, arena: Arena) -> None:
+        setup = arena.setup
+        trial = len(arena.past())
+        while arena.purse.allows(setup.steps):
+            one = Trial(arena, trial, self.start(arena, trial), partial(self._begin, arena, trial))
+            one.to(setup.steps)
+            one.forget()
+            trial += 1
+
+    def start(self, arena: Arena, trial: int) -> Setting:
+        """Where a run begins."""
+        setup = arena.setup
+        if trial == 0:
+            return {key: hyper.values().tolist() for key, hyper in setup.hypers.items()}
+        return draw(setup.hypers, setup.axes, seeds.mix(arena.seed, trial, DRAW))
+
+    def _begin(self, arena: Arena, trial: int, saved: dict[str, Any] | None) -> Trains:
+        return Descent(arena.problem(self.start(arena, trial), trial), arena.counter, saved=saved)

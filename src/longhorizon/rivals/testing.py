@@ -1,0 +1,95 @@
+"""What the settings are worth: every incumbent trained from scratch on training and validation data, and tested.
+
+This is no part of a method's budget. One line per test in tests.jsonl; a setting that several methods or seeds have
+come to is trained once.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from longhorizon.retraining import retrain
+from longhorizon.rivals.arena import Setup, words_of
+from longhorizon.rivals.ledger import Evaluation, incumbents
+from longhorizon.rivals.packaged import OPTIMIZERS, retrain_packaged
+from longhorizon.rivals.space import hypers_for
+from longhorizon.rundir import append_line
+from longhorizon.tuning import plain
+
+Which = Literal["all", "last", "none"]
+
+
+@dataclass(frozen=True)
+class Tested:
+    """An evaluation's setting on the test set: per seed of the test, its loss and metrics."""
+
+    method: str
+    seed: int
+    trial: int
+    steps: int
+    scores: dict[str, list[float | None]]  # None where a training diverged
+    status: str = "ok"
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        return (self.method, self.seed, self.trial, self.steps)
+
+
+def read_tests(path: Path) -> list[Tested]:
+    """All tests so far; a torn last line does not count."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [Tested(**json.loads(line)) for line in whole.split(b"\n") if line.strip()]
+
+
+def to_test(evaluations: Sequence[Evaluation], which: Which) -> list[Evaluation]:
+    """Which evaluations are to be tested: of every method and seed all incumbents, or the last."""
+    best = incumbents(evaluations)
+    if which == "all":
+        return best
+    last = {(e.method, e.seed): e for e in best}
+    return list(last.values()) if which == "last" else []
+
+
+def try_all(
+    setup: Setup,
+    evaluations: Sequence[Evaluation],
+    path: Path,
+    which: Which,
+    seeds: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Test what has not been tested yet."""
+    known = read_tests(path)
+    done = {t.key for t in known}
+    by_key = {e.key: e for e in evaluations}
+    scores = {_same(by_key[t.key]): t for t in known if t.key in by_key}
+    for e in to_test(evaluations, which):
+        if e.key in done:
+            continue
+        twin = scores.get(_same(e))
+        found, status = (twin.scores, twin.status) if twin is not None else _test(setup, e, seeds, progress)
+        tested = Tested(*e.key, found, status)
+        append_line(path, plain(vars(tested)))
+        scores[_same(e)] = tested
+
+
+def _same(e: Evaluation) -> str:
+    return json.dumps([e.values, e.method if e.method in OPTIMIZERS else ""], sort_keys=True)
+
+
+def _test(
+    setup: Setup, e: Evaluation, seeds: int, progress: Callable[[int, int], None] | None
+) -> tuple[dict[str, list[Any]], str]:
+    try:
+        if e.method in OPTIMIZERS:
+            return plain(retrain_packaged(setup, e.method, range(seeds), progress)), "ok"
+        hypers = hypers_for(e.values, setup.hypers, setup.rule, setup.steps)
+        values = {key: hyper.values() for key, hyper in hypers.items()}
+        found = retrain(setup.task, setup.rule, hypers, values, steps=setup.steps, seeds=seeds, progress=progress)
+        return plain({"loss": found.test_loss, **found.metrics}), "ok"
+    except (RuntimeError, ValueError, TypeError) as error:  # the user's test data or metric failed
+        return {}, f"crashed: {words_of(error)}"

@@ -1,0 +1,172 @@
+"""Several processes for one method, over one storage and one journal.
+
+    python -m longhorizon.rivals.workers DIR METHOD SEED LEFT WORKER PARENT [TRIAL …]
+
+A worker makes the task from the recipe in run.json, may spend LEFT (its share of what is left of the budget), and first
+finishes the trials it is handed. It ends with the process that started it.
+"""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from longhorizon.problem import environment
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
+from longhorizon.rivals.blackbox import BlackBox, quiet
+from longhorizon.rivals.budget import Purse, parse_budget
+from longhorizon.rivals.ledger import Evaluation, Ledger
+from longhorizon.rundir import RunDirectory, RunError
+
+WAIT = 60.0  # seconds that workers of a killed process have to notice
+STOPPED, GAVE_UP = 130, 3
+
+
+@contextmanager
+def alone(dir: Path, shared: bool = False) -> Iterator[None]:
+    """Hold a method's folder; workers share it, and whoever comes after them waits until they are gone."""
+    dir.mkdir(parents=True, exist_ok=True)
+    handle = os.open(dir / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    kind, until = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB, time.monotonic() + WAIT
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, kind)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise RunError(f"{dir} is still in use by workers of an earlier run; stop them first.") from None
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(handle)
+
+
+def run(
+    method: BlackBox,
+    arena: Arena,
+    count: int,
+    asked: list[int],
+    on_evaluation: Callable[[Evaluation], None] | None = None,
+) -> None:
+    """Let `count` processes work on a method, and wait for them."""
+    with alone(arena.dir), quiet():
+        unfinished = method.running(arena)
+    if not arena.purse.allows(method.least(arena.setup)):
+        return
+    told = len(arena.past())
+    parent = arena.dir.parent
+    command = [sys.executable, "-m", "longhorizon.rivals.workers", str(parent), method.name, str(arena.seed)]
+    left = arena.purse.left / count
+    if arena.purse.unit == "steps":
+        left = max(left // 1, method.least(arena.setup))
+    processes = [
+        subprocess.Popen([*command, repr(left), str(k), str(os.getpid()), *map(str, unfinished[k::count])])
+        for k in range(count)
+        if (k + 1) * left <= arena.purse.left or k == 0
+    ]
+    try:
+        while any(p.poll() is None for p in processes):
+            if asked:
+                for p in processes:
+                    p.terminate()
+                break
+            time.sleep(0.05)
+            told = _tell(arena, told, on_evaluation)
+    finally:
+        for p in processes:
+            if p.poll() is None:
+                p.terminate()
+            p.wait()
+    _tell(arena, told, on_evaluation)
+    if asked or any(p.returncode == STOPPED for p in processes):
+        raise Stop
+    if any(p.returncode == GAVE_UP for p in processes):
+        raise GaveUp(f"its first {len(arena.past())} trials {arena.past()[-1].status}")
+    bad = [p.returncode for p in processes if p.returncode != 0]
+    if bad:
+        raise RunError(f"a worker of {method.name} ended with code {bad[0]}; what it said is above.")
+
+
+def _tell(arena: Arena, told: int, on_evaluation: Callable[[Evaluation], None] | None) -> int:
+    past = arena.past()
+    for evaluation in past[told:]:
+        if on_evaluation is not None:
+            on_evaluation(evaluation)
+    return len(past)
+
+
+def setup_of(dir: Path) -> tuple[Setup, dict[str, object]]:
+    """The comparison in a directory, made anew from its recipe, and its plan."""
+    import json
+    import tomllib
+
+    import torch
+
+    from longhorizon import recipe as recipes
+
+    directory = RunDirectory(dir)
+    chosen = recipes.make_recipe(tomllib.loads(directory.describe()["recipe"]), str(dir))
+    task, per_epoch = recipes.task_of(chosen)
+    torch.set_num_threads(recipes.threads_of(chosen, task))
+    setup = Setup(
+        task,
+        recipes.rule_of(chosen),
+        recipes.hypers_of(chosen),
+        recipes.horizons_of(chosen, per_epoch),
+        chosen.outer_steps,
+        recipes.outer_of(chosen),
+        recipes.engine_of(chosen),
+        chosen.seeds,
+        per_epoch,
+        chosen.horizon,
+    )
+    plan = json.loads((dir / "plan.json").read_text())
+    return setup, plan | {"precision": chosen.precision, "checkpoint_seconds": chosen.checkpoint_seconds}
+
+
+def work(dir: Path, name: str, seed: int, left: float, worker: int, parent: int, unfinished: list[int]) -> int:
+    """The life of a worker; its exit code."""
+    from longhorizon.rivals.registry import METHODS
+    from longhorizon.run import stop_signals
+
+    setup, plan = setup_of(dir)
+    method = METHODS[name]
+    assert isinstance(method, BlackBox)
+    ledger = Ledger(dir / "journal.jsonl")
+    purse = Purse(replace(parse_budget(str(plan["budget"]), setup.steps), amount=left), 0, 0.0)
+    with stop_signals(True) as asked, alone(dir / f"{name}-{seed}", shared=True):
+
+        def pulse(arena: Arena, done: int) -> None:
+            if asked or os.getppid() != parent:
+                raise Stop
+
+        arena = Arena(
+            setup,
+            name,
+            seed,
+            purse,
+            ledger,
+            dir / f"{name}-{seed}",
+            checkpoint_seconds=float(str(plan["checkpoint_seconds"])),
+            pulse=pulse,
+        )
+        try:
+            with environment(plan["precision"]), quiet():  # type: ignore[arg-type]
+                method.warm()
+                method.work(arena, unfinished, worker + 1)
+        except Stop:
+            return STOPPED
+        except GaveUp:
+            return GAVE_UP
+    return 0
+
+
+if __name__ == "__main__":
+    where, name, seed, left, worker, parent, *unfinished = sys.argv[1:]
+    sys.exit(work(Path(where), name, int(seed), float(left), int(worker), int(parent), [int(n) for n in unfinished]))
