@@ -83,6 +83,12 @@ def test_a_resumed_run_has_the_same_meter(engine):
     assert (found.clipped is None) == (whole.clipped is None)
 
 
+def test_what_has_no_influence_does_not_grow():
+    flat = Meter("adjoint", torch.tensor([0, 4]), torch.tensor([[0.0], [0.0]]))
+    assert flat.growth(0, 4) == 1.0
+    assert flat.exponent(0, 4) == 0.0
+
+
 def test_reading_between_two_readings_takes_the_next():
     meter = Meter("tangents", torch.tensor([2, 4]), torch.tensor([[1.0], [8.0]]))
     assert meter.growth(1, 3) == 8.0

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from longhorizon.trust import gathered
 from longhorizon.tuning import OuterStep, Tuning
 
 
@@ -50,15 +51,10 @@ def one_line(record: OuterStep, outer_steps: int) -> str:
 
 
 def doubts_in_words(record: OuterStep) -> str:
-    """Which hypergradients of a step cannot be believed, and why: windows from 1, those of one reason together."""
+    """Which hypergradients of a step cannot be believed, and why."""
     if record.status != "ok":
         return ""  # it says more
-    said = []
-    for key, reasons in record.doubts.items():
-        for reason in dict.fromkeys(filter(None, reasons)):
-            places = [str(w + 1) for w, other in enumerate(reasons) if other == reason]
-            said.append(f"{key}{'' if len(reasons) == 1 else ' ' + ','.join(places)} ({reason})")
-    return "; ".join(said)
+    return "; ".join(f"{values} ({reason})" for values, reason in gathered(record.doubts))
 
 
 class JsonDisplay:

@@ -5,6 +5,7 @@ meter shows it: the largest entry of dθ/dλ, one column per value (Forward), or
 256 steps of the run.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +32,10 @@ class Meter:
 
     def growth(self, begin: int, end: int, column: int = 0) -> float:
         """The factor by which the size grows between two steps: with time for tangents, against it for the adjoint."""
-        first, last = self._read(begin, column), self._read(end, column)
-        return first / last if self.of == "adjoint" else last / first
+        before, after = self._read(begin, column), self._read(end, column)
+        if self.of == "adjoint":
+            before, after = after, before
+        return after / before if before else math.inf if after else 1.0  # what is zero stays zero
 
     def exponent(self, begin: int, end: int, column: int = 0) -> float:
         """The rate of that growth per step: above zero, training amplifies changes."""

@@ -16,6 +16,7 @@ from longhorizon.axes import as_percent, in_unit, number, short, span
 from longhorizon.extras import need
 from longhorizon.figures import Figure, Panel, best_of, diverged, figures, finite, ramp, scores_of
 from longhorizon.rundir import RunDirectory, RunError
+from longhorizon.trust import gathered, remedy
 from longhorizon.tuning import OuterStep
 
 ROWS = 24  # a longer table is folded
@@ -87,6 +88,7 @@ def _page(
         by_name.get("gamma", ""),
         by_name.get("time", ""),
         _steps_table(records),
+        _doubts_table(records),
         settings_section(settings, about.get("recipe")),
         environment_section(about.get("environment")),
     ]
@@ -228,6 +230,21 @@ def _steps_table(records: Sequence[OuterStep]) -> str:
         table(head, rows, numeric, classes),
         "Each outer step trains from a fresh start with the values that the step before it left; ★ is the best run."
         + (f" Hypergradients by: {engines[0]}." if len(engines) == 1 else ""),
+    )
+
+
+def _doubts_table(records: Sequence[OuterStep]) -> str:
+    rows = [
+        [str(r.index + 1), _e(values), _e(reason), _e(remedy(reason))]
+        for r in records
+        for values, reason in gathered(r.doubts)
+    ]
+    if not rows:
+        return ""
+    return section(
+        "Hypergradients not to be trusted",
+        table(["step", "values (windows from 1)", "why", "what helps"], rows, [0]),
+        "Where training amplifies changes or most of a product was clipped, the sign of a hypergradient says little.",
     )
 
 

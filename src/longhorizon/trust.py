@@ -53,6 +53,20 @@ def among_seeds(grads: Sequence[Mapping[str, Tensor]], each: Sequence[Doubts]) -
     return doubted
 
 
+def gathered(doubted: Doubts) -> list[tuple[str, str]]:
+    """(values, reason), the windows of one key and reason together and counted from 1.
+
+    >>> gathered({"lr": ["not finite", "not finite", ""], "momentum": [""]})
+    [('lr 1, 2', 'not finite')]
+    """
+    found = []
+    for key, reasons in doubted.items():
+        for reason in dict.fromkeys(filter(None, reasons)):
+            places = ", ".join(str(w + 1) for w, other in enumerate(reasons) if other == reason)
+            found.append((key if len(reasons) == 1 else f"{key} {places}", reason))
+    return found
+
+
 def remedy(doubt: str) -> str:
     """What to do about a reason."""
     return next(text for start, text in REMEDIES.items() if doubt.startswith(start))
