@@ -15,7 +15,7 @@ import pytest
 
 COMMAND = [sys.executable, "-c", "from longhorizon.cli import main; main()"]
 SMALL = ["--steps", "12", "--outer-steps", "2", "--hypers.lr.windows", "3", "--test-seeds", "0"]
-COMMANDS = ["tune", "resume", "report", "export", "check", "data", "init"]
+COMMANDS = ["tune", "resume", "report", "export", "check", "windows", "compare", "data", "init"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,6 +18,7 @@ from longhorizon import cli_compare as comparing
 from longhorizon import export as exporting
 from longhorizon import recipe as recipes
 from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
+from longhorizon.cli_windows import windows
 from longhorizon.console import Display, make_display, numbers
 from longhorizon.hypers import nearest
 from longhorizon.offtheshelf import train_off_the_shelf
@@ -110,6 +111,7 @@ def cli() -> None:
 
 
 cli.add_command(comparing.compare)
+cli.add_command(windows)
 
 
 @cli.command(context_settings=EXTRA, epilog=_settings_help())
