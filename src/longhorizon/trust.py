@@ -13,8 +13,8 @@ from torch import Tensor
 from longhorizon.hypers import window_start
 from longhorizon.result import Hypergradient
 
-# Growth from the beginning of a window to the end of the run. Learning rates of digits, T = 200 (experiments/truth.py): 94
-# to 100 % of one seed's signs are right in the windows where it is 0.7 to 1.7, 54 to 58 % where it is 26 to 7e5.
+# Growth from the beginning of a window to the end of the run. Learning rates of digits, T = 200 (experiments/truth.py):
+# 94 to 100 % of one seed's signs are right in the windows where it is 0.7 to 1.7, 54 to 58 % where it is 26 to 7e5.
 AMPLIFIED = 10.0
 CLIPPED = 0.05  # share of the Hessian product, mean over the run from when the window began; a guess so far
 AGREEING = 0.75  # share of the seeds that have the sign of their mean
