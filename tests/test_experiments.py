@@ -164,3 +164,12 @@ def test_scripts_need_no_extras():
         if path.name not in ("plot.py", "digits.py"):
             text = path.read_text()
             assert not any(f"import {name}" in text for name in ("matplotlib", "plotly", "rich", "sklearn", "click"))
+
+
+def test_smoke_of_truth(tmp_path):
+    result = run("truth", tmp_path, "--task", "digits-calm")
+    assert result["experiment"] == "truth-digits-calm"
+    assert result["scores"]["exact"]["values"] >= 3
+    assert result["scores"]["exact"]["sign"] > 0.9  # thirty calm steps
+    assert len(result["estimates"]["clip 10"]) == 4
+    assert len(result["estimates"]["clip 10"][0]["clipped"]) == 5
