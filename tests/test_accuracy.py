@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import longhorizon as lh
+from longhorizon import models
 from longhorizon.accuracy import rounding_error
 from longhorizon.problem import environment, make_problem
 
@@ -67,3 +68,17 @@ def test_a_run_writes_it_down_once(tmp_path, dtype):
     measured = first["environment"]["hessian_product_error"]
     assert (measured is None) if dtype == torch.float64 else (0 < measured < 1e-6)
     assert tune(2) == first
+
+
+def test_most_of_it_is_relus_that_fall_on_the_other_side_of_zero(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(64, 3, 32, 32, generator=generator), torch.randint(10, (64,), generator=generator)
+    task = lh.Task(
+        lambda: models.make("wrn-16-1"),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        lambda seed: [batch] * 4,
+        lambda seed: [batch],
+    )
+    with_kinks = error(task)
+    monkeypatch.setattr(torch, "relu", lambda x: F.softplus(x, beta=4))
+    assert with_kinks > 20 * error(task)

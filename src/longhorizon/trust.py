@@ -62,7 +62,7 @@ def amplification(found: Hypergradient, begin: int, steps: int) -> float:
 
 
 def among_seeds(grads: Sequence[Mapping[str, Tensor]], each: Sequence[Doubts]) -> Doubts:
-    """The doubts of an outer step: those that most of its seeds have, and where the seeds' signs differ."""
+    """The doubts of an outer step: those that half of its seeds have, and where the seeds' signs differ."""
     doubted: Doubts = {}
     for key in each[0]:
         signs = torch.stack([grad[key].sign() for grad in grads])
@@ -70,7 +70,7 @@ def among_seeds(grads: Sequence[Mapping[str, Tensor]], each: Sequence[Doubts]) -
         doubted[key] = []
         for w in range(signs.shape[1]):
             said = sorted(reasons[key][w] for reasons in each)
-            middle = said[len(said) // 2]  # of seeds that differ, the doubt of the upper half counts
+            middle = said[len(said) // 2]  # no doubt sorts before any
             if not middle and len(grads) > 1 and agreeing[w] < AGREEING:
                 middle = f"seeds disagree: {int((1 - agreeing[w]) * len(grads) + 0.5)} of {len(grads)}"
             doubted[key].append(middle)

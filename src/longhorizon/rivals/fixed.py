@@ -12,6 +12,7 @@ from longhorizon.offtheshelf import SHELF, multistep
 from longhorizon.rivals.arena import Arena, Setup, Trial
 from longhorizon.rivals.hyperband import ETA
 from longhorizon.rivals.ledger import Evaluation
+from longhorizon.rivals.methods import Method
 from longhorizon.rivals.space import FINEST, Setting
 from longhorizon.rivals.training import Training
 
@@ -69,16 +70,13 @@ class OffTheShelf:
             evaluate(arena, 0, SHELF[self.name](setup.rule, min(setup.steps, FINEST)), setup.steps)
 
 
-class Grid:
+class Grid(Method):
     """Appendix F's 135 settings, each trained once, in an order by the seed, as far as the purse goes."""
 
     name = "grid"
-    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None:
         _check_sgd(self.name, setup)
-
-    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.steps
@@ -94,19 +92,16 @@ class Grid:
             evaluate(arena, trial, settings[trial], steps)
 
 
-class GridHalving:
+class GridHalving(Method):
     """A shortcut of the grid, successive halving: all settings shortly, the best third longer, up to the whole run.
 
     Each rung trains from scratch, with the schedule stretched to its length: its decays are what a setting is about.
     """
 
     name = "grid-halving"
-    packages: tuple[str, ...] = ()
 
     def check(self, setup: Setup) -> None:
         _check_sgd(self.name, setup)
-
-    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return halvings(setup.steps)[0]

@@ -29,15 +29,15 @@ class Method(Protocol):
     @property
     def packages(self) -> tuple[str, ...]:
         """What it needs besides torch and numpy."""
-        ...
+        return ()
 
     def check(self, setup: Setup) -> None:
         """Refuse a task that it cannot do."""
-        ...
+        return
 
     def warm(self) -> None:
         """Load what its package loads at first use, so that this is on nobody's clock."""
-        ...
+        return
 
     def least(self, setup: Setup) -> int:
         """The training steps of its first evaluation."""
@@ -48,15 +48,10 @@ class Method(Protocol):
         ...
 
 
-class Fds:
+class Fds(Method):
     """The hypergradient of the whole run, outer step by outer step: `tune`, with a purse."""
 
     name = "fds"
-    packages: tuple[str, ...] = ()
-
-    def check(self, setup: Setup) -> None: ...
-
-    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.horizons[0] * setup.seeds
@@ -65,18 +60,13 @@ class Fds:
         drive(arena, arena.setup.engine)
 
 
-class GreedyScheme:
+class GreedyScheme(Method):
     """The same outer loop on hypergradients that look `horizon` steps ahead, the paper's section 5.2.
 
     No tricks: values are not carried from step to step as hypergradient descent carries them.
     """
 
     name = "greedy"
-    packages: tuple[str, ...] = ()
-
-    def check(self, setup: Setup) -> None: ...
-
-    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.horizons[0] * setup.seeds
@@ -155,15 +145,10 @@ def _phase(run: Any) -> str:
     return "train" if run is None else str(run.get("sweep", run).get("phase", "train"))
 
 
-class HypergradientDescent:
+class HypergradientDescent(Method):
     """Online hypergradients, run after run: the first from the user's starts, others from random ones (Figure 1)."""
 
     name = "hd"
-    packages: tuple[str, ...] = ()
-
-    def check(self, setup: Setup) -> None: ...
-
-    def warm(self) -> None: ...
 
     def least(self, setup: Setup) -> int:
         return setup.steps

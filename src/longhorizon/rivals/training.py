@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from longhorizon import compile, tree
+from longhorizon import tree
 from longhorizon.engines.base import Watch
 from longhorizon.functional import Buffers
 from longhorizon.inner import State
@@ -87,23 +87,11 @@ class Training:
         self.t: int = saved["t"] if saved else 0
         self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self.failed = self.watch.first
-        self._compile = problem.device.type == "cuda" and problem.steps >= compile.WORTH_COMPILING
+        self._step = problem.stepper(problem.steps)
 
     def advance(self) -> None:
-        problem, step = self.problem, self.t
-        if self._compile:
-            inner, batch = problem.inner, problem.batch(step)
-            problem.seed_step(step)
-            fast = compile.traced(
-                lambda state, batch, hypers: inner.pure_step(state, batch, hypers),
-                inner.cache,
-                "step",
-                lambda: problem.seed_step(step),
-                inner.step,
-            )
-            self.state, loss = fast(self.state, batch, problem.hypers_at(step))
-        else:
-            self.state, loss = problem.train_step(self.state, step)
+        step = self.t
+        self.state, loss = self._step(self.state, step)
         self.counter.steps += 1
         self.failed = self.watch.see(step, loss)
         self.t += 1
