@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import column_products
 import longhorizon as lh
 from longhorizon import convolution
 from longhorizon.problem import environment
@@ -72,14 +73,46 @@ def test_float32_is_near_float64(engine, reference):
     assert_close(hypergradient(engine, dtype=torch.float32), reference, 1e-3)
 
 
-@pytest.mark.parametrize(("channels", "size", "count"), [(16, 32, 70), (32, 16, 300), (16, 7, 1400)])
-def test_the_convolution_for_few_channels_is_accurate(channels, size, count):
+@pytest.mark.parametrize("kind", range(len(convolution.KINDS)))
+@pytest.mark.parametrize(
+    ("channels", "outputs", "side", "pairs", "tf32"),
+    [
+        (16, 16, 32, "both", False),
+        (32, 32, 16, "both", False),
+        (64, 64, 8, "both", False),
+        (16, 32, 16, "both", False),
+        (16, 32, 16, "both", True),
+        (16, 32, 8, "own", False),
+        (16, 32, 8, "shared", False),
+        (3, 16, 8, "both", False),
+    ],
+)
+def test_the_convolutions_of_columns_are_accurate(channels, outputs, side, pairs, tf32, kind):
+    """Against float64. Each product may be missing; a part of the images is left over in the sums of weights."""
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(count, channels, size, size, generator=generator).cuda()
-    weight = torch.randn(channels, channels, 3, 3, generator=generator).cuda()
-    assert convolution.suits((image.shape, image.dtype, image.device), weight.shape, tf32=False)
-    found, exact = convolution.small_convolution()(image, weight), F.conv2d(image.double(), weight.double(), padding=1)
-    assert (found - exact).norm() <= 1e-6 * exact.norm()
+    taps, _, stride = convolution.KINDS[kind]
+    columns, count = 3, 261
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).cuda()
+
+    large, small = (channels, side * stride, side * stride), (outputs, side, side)
+    weight = outputs, channels, taps, taps
+    convolve, spread, weigh = convolution.operations()
+    products = {
+        convolve: (column_products.convolved, large, weight),
+        weigh: (column_products.weighed, large, small),
+    }
+    if stride == 2 and channels >= 16:
+        products[spread] = (column_products.spread, small, weight)
+    for op, (meaning, image, other) in products.items():
+        shared = () if other is weight else (count,)
+        own = [draw(columns, count, *image), draw(*shared, *other)]
+        common = [draw(count, *image), draw(columns, *shared, *other)]
+        given = [*(own if pairs != "shared" else [None, None]), *(common if pairs != "own" else [None, None])]
+        exact = meaning([None if x is None else x.double() for x in given], kind, False)
+        found = op(*given, kind, tf32)
+        assert (found - exact).norm() <= (1e-3 if tf32 else 3e-5) * exact.norm(), op
 
 
 def test_replay_is_exact_in_float32():

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from longhorizon import convolution
+from longhorizon.columns import use_column_kernels
 
 aten = torch.ops.aten
 
-TURNS = ("cuda",)  # devices on which a convolution is faster than the gradient of an input
+TURNS = {("cuda", torch.float32)}  # where a convolution is faster than the gradient of an input
 
 
 def shape_of(node: Any) -> Any:
@@ -27,16 +28,11 @@ def swap_kernels(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         if node.target is aten.convolution_backward.default:
             _swap_weight_gradient(node)
+    of_model = {node for node in graph.graph.nodes if node.target is aten.convolution.default}
     for node in list(graph.graph.nodes):
         if node.target is aten.convolution_backward.default:
             _turn_input_gradient(graph, node)
-    for node in list(graph.graph.nodes):
-        if node.target is aten.convolution.default and _keeps_size(node.args[1], *node.args[3:9]):
-            image, weight = node.args[:2]
-            if node.args[2] is None and convolution.suits(
-                shape_of(image), shape_of(weight)[0], _tf32(shape_of(image)[2])
-            ):
-                node.target, node.args = convolution.small_convolution(), (image, weight)
+    use_column_kernels(graph, torch.backends.cudnn.allow_tf32, of_model)
 
 
 def _swap_weight_gradient(node: fx.Node) -> None:
@@ -59,15 +55,17 @@ def _swap_weight_gradient(node: fx.Node) -> None:
 def _turn_input_gradient(graph: fx.GraphModule, node: fx.Node) -> None:
     """At stride one the gradient of the input is a convolution with the kernel turned round.
 
-    On a GPU in float32 that is a quarter faster, and `small_convolution` can take it.
+    On a GPU in float32 that is a quarter faster, and `column_convolution` can take it; in TF32 only for that.
     """
     arguments: Any = node.args
     grad, image, weight, _, *how, mask = arguments
     shape, dtype, device = shape_of(weight)
     users = [user for user in node.users if user.target is getitem and user.args[1] == 0]
-    if not (mask[0] and users and device.type in TURNS and dtype == torch.float32 and _keeps_size(weight, *how)):
+    if not (mask[0] and users and (device.type, dtype) in TURNS and _keeps_size(weight, *how)):
         return
-    if _tf32(device) and not convolution.suits(shape_of(grad), torch.Size((shape[1], shape[0], *shape[2:])), True):
+    if _tf32(device) and not (
+        tuple(shape[2:]) == (3, 3) and shape[0] in convolution.CHANNELS and shape_of(grad)[0][-1] in convolution.SIDES
+    ):
         return
     with graph.graph.inserting_before(node):
         swapped = graph.graph.call_function(aten.transpose.int, (weight, 0, 1))

@@ -1,0 +1,268 @@
+"""Recognising in a traced graph the convolutions that belong to columns, and giving them to kernels made for them.
+
+`vmap` folds the columns of a tangent into the batch or into the channels of a convolution, whichever is possible, with
+a copy where the memory lies the other way. Every such convolution is put back here to what it means: images of columns
+with a shared weight, or a shared image with weights of columns. Sums of two of them, which is what a tangent is, become
+one operation. A convolution without columns, as in an adjoint, is one with a single column.
+"""
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from longhorizon import convolution
+
+aten = torch.ops.aten
+
+Shape = tuple[int, ...]
+_TURN = [1, 0, 2, 3, 4]  # batch and columns change places
+
+
+def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]) -> None:
+    """Put the operations of convolution.py where they apply.
+
+    Args:
+        of_model: convolutions of the model itself. They stay in exact float32 where they are alone: which ReLUs are
+            open depends on their last bits.
+    """
+    convolve, spread, weigh = convolution.operations()
+    for node in list(graph.graph.nodes):
+        if node.target is aten.convolution.default:
+            _convolution(graph, node, convolve, tf32)
+        elif node.target is aten.convolution_backward.default:
+            _backward(graph, node, spread, weigh, tf32)
+    for op in (convolve, spread, weigh):
+        for node in list(graph.graph.nodes):
+            if node.target is aten.add.Tensor:
+                _join(graph, node, op)
+    for node in list(graph.graph.nodes):
+        if node.target is convolve and node.meta.get("was") in of_model:
+            _restore(graph, node)
+
+
+def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
+    """Image * weight."""
+    image, weight, bias, *how = node.args
+    kind = _kind(weight, *how)
+    if kind is None or bias is not None:
+        return
+    batch, outputs, *sides = _shape(node)
+    channels = _shape(image)[1]
+    with graph.graph.inserting_before(node):
+        match _columns(node, batch, outputs):
+            case "batch", folded, (columns, count):
+                if convolution.suits(count, channels, outputs, tuple(sides), _value(image)):
+                    images = _reshaped(graph, image, (columns, count, *_shape(image)[1:]))
+                    _put(graph, folded, op, (images, weight, None, None, kind, tf32))
+            case "channels", folded, (columns, each):
+                if convolution.suits(batch, channels, each, tuple(sides), _value(image)):
+                    weights = _reshaped(graph, weight, (columns, each, *_shape(weight)[1:]))
+                    _put(graph, folded, op, (None, None, image, weights, kind, tf32))
+            case _:
+                if convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+                    images = _reshaped(graph, image, (1, *_shape(image)))
+                    made = _single(graph, node, op, (images, weight, None, None, kind, tf32))
+                    made.meta |= {"was": node, "args": node.args}
+
+
+def _backward(graph: fx.GraphModule, node: fx.Node, spread: Any, weigh: Any, tf32: bool) -> None:
+    """The gradients of a convolution's image and weight."""
+    arguments: Any = node.args
+    weight, how, mask = arguments[2], arguments[4:10], arguments[10]
+    kind = _kind(weight, *how)
+    if kind is None or mask[2]:
+        return
+    made = [
+        got
+        for got in list(node.users)
+        if got.target is getitem
+        and (
+            (got.args[1] == 0 and how[0][0] == 2 and _input_gradient(graph, node, got, spread, kind, tf32))
+            or (got.args[1] == 1 and _weight_gradient(graph, node, got, weigh, kind, tf32))
+        )
+    ]
+    left = {user.args[1] for user in node.users if user not in made}
+    if left:
+        node.update_arg(10, [place in left for place in range(3)])
+
+
+def _input_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any, kind: int, tf32: bool) -> bool:
+    """At stride two. Columns in the batch of the gradient, in the channels of the image, or nowhere."""
+    arguments: Any = node.args
+    grad, _, weight = arguments[:3]
+    batch, channels, *_ = _shape(got)
+    outputs, *sides = _shape(grad)[1:]
+    if outputs % 8:
+        return False
+    with graph.graph.inserting_before(node):
+        match _columns(got, batch, channels):
+            case "batch", folded, (columns, count):
+                if not convolution.suits(count, outputs, channels, tuple(sides), _value(grad)):
+                    return False
+                grads = _reshaped(graph, grad, (columns, count, *_shape(grad)[1:]))
+                _put(graph, folded, op, (grads, weight, None, None, kind, tf32))
+            case "channels", folded, (columns, each):
+                if not convolution.suits(batch, outputs, each, tuple(sides), _value(grad)):
+                    return False
+                weights = _unfolded(graph, weight, (outputs, columns, each, *_shape(weight)[2:]))
+                _put(graph, folded, op, (None, None, grad, weights, kind, tf32))
+            case _:
+                if not convolution.suits(batch, outputs, channels, tuple(sides), _value(grad)):
+                    return False
+                _single(graph, got, op, (_reshaped(graph, grad, (1, *_shape(grad))), weight, None, None, kind, tf32))
+    return True
+
+
+def _weight_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any, kind: int, tf32: bool) -> bool:
+    """Columns in the channels of the gradient, in those of the image, or nowhere."""
+    arguments: Any = node.args
+    grad, image = arguments[:2]
+    batch, outputs, *sides = _shape(grad)
+    channels, *large = _shape(image)[1:]
+    with graph.graph.inserting_before(node):
+        match _columns(got, outputs, channels):
+            case "batch", folded, (columns, each):  # the first axis of a weight: outputs
+                if not convolution.suits(batch, channels, each, tuple(sides), _value(image)):
+                    return False
+                grads = _unfolded(graph, grad, (batch, columns, each, *sides))
+                _put(graph, folded, op, (None, None, image, grads, kind, tf32))
+            case "channels", folded, (columns, each):
+                if not convolution.suits(batch, each, outputs, tuple(sides), _value(image)):
+                    return False
+                images = _unfolded(graph, image, (batch, columns, each, *large))
+                _put(graph, folded, op, (images, grad, None, None, kind, tf32))
+            case _:
+                if not convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+                    return False
+                _single(graph, got, op, (_reshaped(graph, image, (1, *_shape(image))), grad, None, None, kind, tf32))
+    return True
+
+
+def _columns(node: fx.Node, first: int, second: int) -> Any:
+    """Where a result has columns: ("batch" or "channels", the node that has put them first, (columns, rest))."""
+    folded = _only_reader(node, aten.reshape.default)
+    if folded is None or len(_shape(folded)) != 5:
+        return None
+    a, b, c, *rest = _shape(folded)
+    if rest != list(_shape(node)[2:]):
+        return None
+    if a * b == first and c == second:
+        return "batch", folded, (a, b)
+    turned = _only_reader(folded, aten.permute.default)
+    if a == first and b * c == second and turned is not None and list(turned.args[1]) == _TURN:  # type: ignore[arg-type]
+        return "channels", turned, (b, c)
+    return None
+
+
+def _join(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
+    """The sum of two products, read by nobody else, becomes one operation."""
+    if node.kwargs.get("alpha", 1) != 1 or not all(isinstance(x, fx.Node) for x in node.args[:2]):
+        return
+    left, right = (_source(x, op) for x in node.args[:2])  # type: ignore[arg-type]
+    if (
+        left is None
+        or right is None
+        or left is right
+        or _shape(left) != _shape(right)
+        or left.args[4:] != right.args[4:]
+    ):
+        return
+    first, second = list(left.args[:4]), list(right.args[:4])
+    with graph.graph.inserting_before(node):
+        if first[2] is None and second[2] is None and _shape(left)[0] == 1:
+            images, shared = second[:2]  # of a single column: its own image may as well be the shared one
+            image = _reshaped(graph, images, _shape(images)[1:])
+            second = [None, None, image, _reshaped(graph, shared, (1, *_shape(shared)))]
+        if first[0] is None:
+            first, second = second, first
+        if first[2] is not None or second[0] is not None:
+            return
+        made = _made(graph, op, (*first[:2], *second[2:], *left.args[4:]), _shape(left), left)
+        node.replace_all_uses_with(_reshaped(graph, made, _shape(node)))
+
+
+def _source(node: fx.Node, op: Any) -> fx.Node | None:
+    """The operation that a node is, or is a view of, if nobody else reads it."""
+    if node.target is aten.reshape.default and len(node.users) == 1:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.target is op and len(node.users) == 1 else None
+
+
+def _restore(graph: fx.GraphModule, node: fx.Node) -> None:
+    """A convolution of the model itself that stands alone stays what it was."""
+    with graph.graph.inserting_before(node):
+        old = graph.graph.call_function(aten.convolution.default, node.meta["args"])
+        old.meta["val"] = node.meta["was"].meta["val"]
+    for reader in list(node.users):
+        reader.replace_all_uses_with(old)
+
+
+def _kind(
+    weight: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, output_padding: Any, groups: Any
+) -> int | None:
+    """Which of convolution.KINDS it is."""
+    shape = _shape(weight)
+    if len(shape) != 4 or shape[2] != shape[3] or (transposed, groups) != (False, 1):
+        return None
+    if len({*stride}) != 1 or len({*padding}) != 1 or {*dilation} != {1}:
+        return None
+    kind = (shape[2], padding[0], stride[0])
+    return convolution.KINDS.index(kind) if kind in convolution.KINDS else None
+
+
+def _only_reader(node: fx.Node, target: Any) -> fx.Node | None:
+    if len(node.users) != 1:
+        return None
+    user = next(iter(node.users))
+    return user if user.target is target else None
+
+
+def _unfolded(graph: fx.GraphModule, node: Any, shape: Shape) -> fx.Node:
+    """Columns first, from a node with columns in its second axis: what was folded, where that is known."""
+    before = node
+    while before.target in (aten.reshape.default, aten.clone.default):  # neither changes the order of the numbers
+        before = before.args[0]
+    if before.target is aten.permute.default and list(before.args[1]) == _TURN and _shape(before) == shape:
+        return before.args[0]  # type: ignore[no-any-return]
+    apart = _reshaped(graph, node, shape)
+    first = graph.graph.call_function(aten.permute.default, (apart, _TURN))
+    first.meta["val"] = apart.meta["val"].permute(_TURN)
+    return first
+
+
+def _reshaped(graph: fx.GraphModule, node: Any, shape: Shape) -> fx.Node:
+    if _shape(node) == tuple(shape):
+        return node  # type: ignore[no-any-return]
+    if node.target is aten.reshape.default and _shape(node.args[0]) == tuple(shape):
+        return node.args[0]  # type: ignore[no-any-return]
+    view = graph.graph.call_function(aten.reshape.default, (node, list(shape)))
+    view.meta["val"] = _value(node).new_empty(shape)
+    return view
+
+
+def _put(graph: fx.GraphModule, node: fx.Node, op: Any, arguments: tuple[Any, ...]) -> None:
+    """In the place of a node with columns. What it leaves over is dead code."""
+    node.replace_all_uses_with(_made(graph, op, arguments, _shape(node), node))
+
+
+def _single(graph: fx.GraphModule, node: fx.Node, op: Any, arguments: tuple[Any, ...]) -> fx.Node:
+    """In the place of a node without columns."""
+    made = _made(graph, op, arguments, (1, *_shape(node)), node)
+    node.replace_all_uses_with(_reshaped(graph, made, _shape(node)))
+    return made
+
+
+def _made(graph: fx.GraphModule, op: Any, arguments: tuple[Any, ...], shape: Shape, like: fx.Node) -> fx.Node:
+    made = graph.graph.call_function(op, arguments)
+    made.meta["val"] = _value(like).new_empty(shape)
+    return made
+
+
+def _value(node: Any) -> Tensor:
+    return node.meta["val"]  # type: ignore[no-any-return]
+
+
+def _shape(node: Any) -> Shape:
+    return tuple(_value(node).shape)

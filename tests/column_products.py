@@ -1,0 +1,41 @@
+"""What the operations of convolution.py mean, column by column, with torch's own convolutions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longhorizon import convolution
+
+
+def stacked(pairs: Any, one: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The sum of both products, column by column."""
+    images, shared, image, own = pairs
+    parts = [] if images is None else [torch.stack([one(x, shared) for x in images])]
+    parts += [] if image is None else [torch.stack([one(image, x) for x in own])]
+    return sum(parts[1:], parts[0])
+
+
+def convolved(pairs: Any, how: int, tf32: bool) -> Tensor:
+    """What column_convolution means."""
+    _, padding, stride = convolution.KINDS[how]
+    return stacked(pairs, lambda x, w: F.conv2d(x, w, padding=padding, stride=stride))
+
+
+def spread(pairs: Any, how: int, tf32: bool) -> Tensor:
+    """What column_input_gradient means."""
+    _, padding, stride = convolution.KINDS[how]
+    return stacked(pairs, lambda g, w: F.conv_transpose2d(g, w, padding=padding, stride=stride, output_padding=1))
+
+
+def weighed(pairs: Any, how: int, tf32: bool) -> Tensor:
+    """What column_weight_gradient means."""
+    taps, padding, stride = convolution.KINDS[how]
+
+    def one(x: Tensor, g: Tensor) -> Tensor:
+        shape = (g.shape[1], x.shape[1], taps, taps)
+        return torch.nn.grad.conv2d_weight(x, shape, g, padding=padding, stride=stride)  # type: ignore[no-any-return, no-untyped-call]
+
+    return stacked(pairs, one)

@@ -1,0 +1,119 @@
+"""Convolutions of columns in a traced step: recognised, joined, the same as without. The kernels: test_gpu.py."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import column_products
+import longhorizon as lh
+from longhorizon import compile, convolution, swaps
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The kernels' meaning in their place, for every size and device; counts operations of the graphs that are made."""
+    found: Counter[str] = Counter()
+    monkeypatch.setattr(convolution, "suits", lambda count, channels, outputs, sides, like: True)
+    monkeypatch.setattr(convolution, "_convolve", column_products.convolved)
+    monkeypatch.setattr(convolution, "_spread", column_products.spread)
+    monkeypatch.setattr(convolution, "_weigh", column_products.weighed)
+    monkeypatch.setattr(swaps, "TURNS", {("cpu", torch.float64)})
+    simplify = compile.simplify
+
+    def counting(graph: torch.fx.GraphModule) -> None:
+        simplify(graph)
+        found.update(str(node.target) for node in graph.graph.nodes if "conv" in str(node.target))
+        for node in graph.graph.nodes:
+            if "column" in str(node.target):
+                pairs = "both" if all(x is not None for x in node.args[:4]) else "one"
+                found[f"{str(node.target).split('.')[1]}, {pairs}"] += 1
+
+    monkeypatch.setattr(compile, "simplify", counting)
+    return found
+
+
+class Blocks(nn.Module):
+    """Two convolutions that keep the size, a residual sum, and a block with a stride and its shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.third = nn.Conv2d(4, 8, 3, stride=2, padding=1, bias=False)
+        self.short = nn.Conv2d(4, 8, 1, stride=2, bias=False)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.softplus(self.first(x))
+        x = x + F.softplus(self.second(x))
+        return self.last(F.softplus(self.third(x) + self.short(x)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def _task(steps: int) -> lh.Task:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(steps, 5, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.randint(3, (steps, 5), generator=generator)
+    batches = list(zip(images, labels, strict=True))
+    return lh.Task(
+        lambda: Blocks().double(),
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        lambda seed: batches,
+        lambda seed: batches[:1],
+    )
+
+
+HYPERS = {"lr": lh.Hyper([0.1, 0.2], windows=2), "momentum": lh.Hyper(0.5), "weight_decay": lh.Hyper(0.01)}
+
+
+def _found(engine: Any) -> Tensor:
+    steps = 6
+    return torch.cat(list(lh.hypergradient(_task(steps), lh.sgd(), HYPERS, steps=steps, engine=engine).grad.values()))
+
+
+def test_forward_gives_every_tangent_of_a_convolution_to_one_operation(counted: Counter[str]) -> None:
+    plain = _found(lh.Forward(compile=False))
+    assert not counted
+    traced = _found(lh.Forward(compile=True))
+    torch.testing.assert_close(traced, plain, rtol=1e-9, atol=0)
+    # The step is traced for two shapes: the first window's column alone, and both. The input has no tangent: of the
+    # first convolution one product is left, and none of its input's gradient.
+    seen = {name: number / 2 for name, number in counted.items()}
+    assert (
+        seen["column_convolution, both"] == 2 + 2
+    )  # forth and back through the second; forth through third and shortcut
+    assert seen["column_convolution, one"] == 1 + 1  # the first's tangents; the plain gradient of the second's input
+    assert seen["column_input_gradient, both"] == 2
+    assert seen["column_input_gradient, one"] == 2
+    assert seen["column_weight_gradient, both"] == 3
+    assert seen["column_weight_gradient, one"] == 1 + 4
+    assert seen["aten.convolution.default"] == 4  # the model's own, which decide what a ReLU does
+    assert "aten.convolution_backward.default" not in seen
+
+
+def test_adjoint_joins_the_two_products_of_a_single_column(counted: Counter[str]) -> None:
+    plain = _found(lh.Adjoint(compile=False))
+    assert not counted
+    traced = _found(lh.Adjoint(compile=True))
+    torch.testing.assert_close(traced, plain, rtol=1e-9, atol=0)
+    assert counted["column_convolution, both"] == 4
+    assert counted["column_input_gradient, both"] == 2
+    assert counted["column_weight_gradient, both"] == 3
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+@pytest.mark.parametrize("channels", [3, 16])
+def test_weights_are_arranged_as_a_tensor_core_wants_them(columns: tuple[int, ...], channels: int) -> None:
+    """[shift][channels / 8][outputs / 16][lane][register]; registers: rows g and g + 8, columns t and t + 4."""
+    weight = torch.randn(*columns, 32, channels, 3, 3)
+    found = convolution.arranged(weight).flatten(len(columns)).view(*columns, 9, -(-channels // 8), 2, 32, 4)
+    for shift, step, tile, lane, register in [(0, 0, 0, 0, 0), (5, 0, 1, 9, 1), (8, 0, 0, 30, 2), (4, -1, 1, 31, 3)]:
+        output = tile * 16 + lane // 4 + register % 2 * 8
+        channel = step % -(-channels // 8) * 8 + lane % 4 + register // 2 * 4
+        expected = (
+            weight[..., output, channel, shift // 3, shift % 3] if channel < channels else weight.new_zeros(columns)
+        )
+        torch.testing.assert_close(found[..., shift, step, tile, lane, register], expected, rtol=0, atol=0)
