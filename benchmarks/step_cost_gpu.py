@@ -37,7 +37,7 @@ import longhorizon as lh
 from longhorizon import cuda, tree
 from longhorizon.problem import environment as around
 
-IN_A_ROW = 4  # calls between two looks at the clock: a training run does not wait for the device after every step
+IN_A_ROW = 10  # calls between two looks at the clock: a training run does not wait for the device after every step
 LOOP_UP_TO = 9  # columns; thirty take three seconds a step
 
 
@@ -123,9 +123,10 @@ def kernels(repeat: Callable[[], Any], top: int = 12) -> dict[str, Any]:
         "triton": "elementwise and sums (Triton)",
         "wgrad": "weight gradient",
     }
+    own = {"convolve": "column convolution", "spread": "column input gradient", "weigh": "column weight gradient"}
     words |= {"dgrad": "input gradient", "fprop": "convolution", "implicit": "convolution", "copy": "copies"}
     for e in events:
-        kind = next((kind for word, kind in words.items() if word in e.key.lower()), "other")
+        kind = own.get(e.key) or next((kind for word, kind in words.items() if word in e.key.lower()), "other")
         kinds[kind] = kinds.get(kind, 0) + e.self_device_time_total / 1e3
     longest = [(round(e.self_device_time_total / 1e3, 3), e.count, e.key[:120]) for e in events[:top]]
     return {

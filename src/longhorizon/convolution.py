@@ -237,7 +237,7 @@ def _kernel(
 def _built(name: str, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
     source = importlib.resources.files("longhorizon").joinpath("kernels.cu").read_text("utf-8")
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (*macros, (name.upper(), 1)))
-    kernel: Any = torch.cuda._compile_kernel(defined + source, name)  # type: ignore[attr-defined]
+    kernel: Any = torch.cuda._compile_kernel(defined + source, name)
     configured = 0
 
     def run(grid: tuple[int, int, int], threads: int, floats: int, tensors: Pairs, others: list[Any]) -> None:

@@ -15,6 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 Precision = Literal["float32", "tf32"]
 
+# The compiler would lay the model's own images out channels last, for cuDNN. Tangents are channels first; what reads
+# both then reads one of them with a stride.
+_OPTIONS: Any = {"layout_optimization": False}
+
 
 @contextmanager
 def precision(kind: Precision = "float32") -> Iterator[None]:
@@ -44,7 +48,7 @@ def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], Non
         try:
             fast = _inductor(graph, args)
         except Exception:  # another release of torch, where the short way may be another one
-            fast = torch.compile(graph, fullgraph=True, dynamic=False)
+            fast = torch.compile(graph, fullgraph=True, dynamic=False, options=_OPTIONS)
         reseed()
         fast(*args)
         if _is_random(graph):
@@ -57,12 +61,13 @@ def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[T
 
     Half of the cold start. Shapes are static; the mode with a (then empty) ShapeEnv is what the cache on disk asks for.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
     shapes = [mode.from_tensor(x, static_shapes=True) for x in args]
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), config.patch(_OPTIONS):
         made: Any = compile_fx(graph, shapes)
     fast: Callable[..., list[Tensor]] = made
     return fast
