@@ -16,7 +16,7 @@ import longhorizon as lh
 from longhorizon import offtheshelf, rundir
 from longhorizon import recipe as recipes
 from longhorizon.problem import environment, make_problem
-from longhorizon.rivals import hyperband, registry, space, workers
+from longhorizon.rivals import hyperband, registry, regret, space, workers
 from longhorizon.rivals.blackbox import BlackBox, quiet
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.driver import Watcher
@@ -179,6 +179,45 @@ def test_a_purse_of_steps_is_never_overdrawn_and_one_of_seconds_once():
     assert purse.allows(10**6)
     purse.pay(1, 5.0)
     assert not purse.allows(1)
+
+
+def test_fds_learns_on_short_runs_and_ends_with_a_whole_one(tmp_path):
+    """The paper's Figure 1: outer steps on short runs, everyone else and every test on long ones."""
+    settings = {"methods": ["fds", "random"], "steps": [6, 9], "train_steps": STEPS, "budget": "3 runs"}
+    calm = compare(**settings)
+    found = [e for e in calm.evaluations if e.method == "fds"]
+    assert [(e.steps, e.cost, e.counted) for e in found] == [(6, 6, 6), (9, 9, 9), (9, 9, 9), (18, 18, 18)]
+    assert found[-1].best
+    assert found[-1].values not in [e.values for e in found[:-1]]  # what the last outer step led to
+    assert {e.steps for e in calm.evaluations if e.method == "random"} == {STEPS}
+    stops = 0
+    while True:
+        try:
+            again = compare(tmp_path / "r", watcher=Watcher(progress=Stops(11)), **settings)
+            break
+        except lh.Interrupted:
+            stops += 1
+    assert stops > 3
+    assert without_clock(again.evaluations) == without_clock(calm.evaluations)
+    broke = compare(**settings | {"methods": ["fds"], "budget": "30 steps"}).evaluations
+    assert [e.steps for e in broke] == [6, 9, 9]  # no budget for the whole one
+
+
+@pytest.mark.parametrize("wrong", [17, True, 20.5])
+def test_a_whole_run_is_no_shorter_than_the_others(wrong):
+    with pytest.raises(ValueError, match=f"train_steps={wrong}"):
+        compare(train_steps=wrong)
+
+
+def test_regret_against_one_methods_choice():
+    found = compare(methods=["random", "cosine"], budget="6 runs")
+    own = {row.method: row for row in regret.table(found.evaluations, found.tests)}
+    other = {row.method: row for row in regret.table(found.evaluations, found.tests, against="cosine")}
+    assert other["cosine"].regret == 0
+    assert other["random"].regret == pytest.approx(other["cosine"].score - other["random"].score)
+    assert own["random"].regret >= 0
+    with pytest.raises(ValueError, match="against='grid'"):
+        regret.table(found.evaluations, found.tests, against="grid")
 
 
 # Settings known beforehand

@@ -1,6 +1,7 @@
 """Traced steps: the same numbers, fewer operations, and the plain step where tracing cannot be trusted."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,10 +119,13 @@ def test_a_difference_is_noticed():
 # --- when tracing happens ---
 
 
-def run(task, engine, steps=8, windows=1, like=None):
+RULE = lh.sgd(momentum=0.5)
+
+
+def run(task, engine, steps=8, windows=1, shared=None):
     """A result, and the problem with its cache of traced steps."""
     with environment():
-        p = make_problem(task, lh.sgd(momentum=0.5), {"lr": lh.Hyper(0.2, windows=windows)}, steps, 0, like=like)
+        p = make_problem(task, RULE, {"lr": lh.Hyper(0.2, windows=windows)}, steps, 0, traces=shared)
         return compute(p, engine).grad["lr"], p
 
 
@@ -148,9 +152,11 @@ def test_auto_traces_what_is_long_enough():
 
 def test_a_trace_is_used_again_by_a_run_like_it():
     task = task_of(mlp)
-    first, p = run(task, lh.Forward(compile=True))
-    again, q = run(task, lh.Forward(compile=True), like=p)
+    shared = lh.Traces()
+    first, p = run(task, lh.Forward(compile=True), shared=shared)
+    again, q = run(replace(task, val=lambda seed: task.val(seed)), lh.Forward(compile=True), shared=shared)
     assert q.inner is p.inner
+    assert len(shared) == 1
     assert len(traces(q)) == 1
     assert torch.equal(first, again)
 
@@ -158,9 +164,31 @@ def test_a_trace_is_used_again_by_a_run_like_it():
 def test_a_trace_is_not_used_again_where_weights_are_baked_in():
     """Frozen parameters are constants of a trace; the next run's may be others."""
     task = problem("buffers").task
-    _, p = run(task, lh.Forward(compile=True))
-    _, q = run(task, lh.Forward(compile=True), like=p)
+    shared = lh.Traces()
+    _, p = run(task, lh.Forward(compile=True), shared=shared)
+    _, q = run(task, lh.Forward(compile=True), shared=shared)
     assert q.inner is not p.inner
+
+
+def test_a_trace_is_not_used_again_by_another_loss():
+    task, shared = task_of(mlp), lh.Traces()
+    first, p = run(task, lh.Forward(compile=True), shared=shared)
+    other, q = run(
+        replace(task, loss=lambda model, batch: 2 * task.loss(model, batch)), lh.Forward(compile=True), shared=shared
+    )
+    assert q.inner is not p.inner
+    assert not torch.allclose(first, other, rtol=0.1)
+
+
+def test_calls_that_share_traces_give_what_they_give_alone():
+    task, shared = task_of(mlp), lh.Traces()
+    settings = {"steps": 8, "engine": lh.Adjoint(compile=True)}
+    hypers = {"lr": lh.Hyper(0.2)}
+    for seed in range(3):
+        alone = lh.hypergradient(task, RULE, hypers, seed=seed, **settings)
+        found = lh.hypergradient(task, RULE, hypers, seed=seed, traces=shared, **settings)
+        assert torch.equal(found.grad["lr"], alone.grad["lr"])
+        assert len(shared) == 2  # a step and a step back, whatever the number of runs
 
 
 def test_a_batch_of_another_size_is_traced_anew():

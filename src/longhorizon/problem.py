@@ -16,6 +16,7 @@ from longhorizon.hypers import Hyper, argument, check_hypers, check_values, near
 from longhorizon.inner import Hypers, Inner, State, make_groups
 from longhorizon.rules import Params, Rule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 
 
 class NotDifferentiable(TypeError):  # noqa: N818 - says what is wrong
@@ -143,12 +144,12 @@ def make_problem(
     steps: int,
     seed: int,
     values: Mapping[str, Any] | None = None,
-    like: Problem | None = None,
+    traces: Traces | None = None,
 ) -> Problem:
     """Check everything that can be checked before the first step, and gather it.
 
     Args:
-        like: an earlier run of the same task, rule and hypers, whose traced steps may be used again.
+        traces: of earlier runs, to be used again where they fit.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the remedy.
@@ -164,10 +165,8 @@ def make_problem(
     functional = Functional(task, task.model())
     params, _ = functional.initial()
     inner = Inner(functional, rule, make_groups(rule, hypers, params, task.has_learnt_loss))
-    all_trained = all(p.requires_grad for p in functional.module.parameters())
-    if like is not None and all_trained and like.start.params.keys() == params.keys():
-        inner = like.inner
-        inner.functional.module.load_state_dict(functional.module.state_dict())
+    if traces is not None:
+        inner = traces.shared(task, inner)
     batches = Batches(task.train, seed, steps)
     seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))
     val = list(task.val(seed))

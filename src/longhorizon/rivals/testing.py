@@ -16,6 +16,7 @@ from longhorizon.rivals.ledger import Evaluation, incumbents
 from longhorizon.rivals.packaged import OPTIMIZERS, retrain_packaged
 from longhorizon.rivals.space import hypers_for
 from longhorizon.rundir import append_line
+from longhorizon.traces import Traces
 from longhorizon.tuning import plain
 
 Which = Literal["all", "last", "none"]
@@ -61,6 +62,7 @@ def try_all(
     which: Which,
     seeds: int,
     progress: Callable[[int, int], None] | None = None,
+    traces: Traces | None = None,
 ) -> None:
     """Test what has not been tested yet."""
     known = read_tests(path)
@@ -71,7 +73,7 @@ def try_all(
         if e.key in done:
             continue
         twin = scores.get(_same(e))
-        found, status = (twin.scores, twin.status) if twin is not None else _test(setup, e, seeds, progress)
+        found, status = (twin.scores, twin.status) if twin is not None else _test(setup, e, seeds, progress, traces)
         tested = Tested(*e.key, found, status)
         append_line(path, plain(vars(tested)))
         scores[_same(e)] = tested
@@ -82,14 +84,23 @@ def _same(e: Evaluation) -> str:
 
 
 def _test(
-    setup: Setup, e: Evaluation, seeds: int, progress: Callable[[int, int], None] | None
+    setup: Setup, e: Evaluation, seeds: int, progress: Callable[[int, int], None] | None, traces: Traces | None
 ) -> tuple[dict[str, list[Any]], str]:
     try:
         if e.method in OPTIMIZERS:
             return plain(retrain_packaged(setup, e.method, range(seeds), progress)), "ok"
         hypers = hypers_for(e.values, setup.hypers, setup.rule, setup.steps)
         values = {key: hyper.values() for key, hyper in hypers.items()}
-        found = retrain(setup.task, setup.rule, hypers, values, steps=setup.steps, seeds=seeds, progress=progress)
+        found = retrain(
+            setup.task,
+            setup.rule,
+            hypers,
+            values,
+            steps=setup.steps,
+            seeds=seeds,
+            traces=traces,
+            progress=progress,
+        )
         return plain({"loss": found.test_loss, **found.metrics}), "ok"
     except (RuntimeError, ValueError, TypeError) as error:  # the user's test data or metric failed
         return {}, f"crashed: {words_of(error)}"
