@@ -13,8 +13,7 @@ Settings (section 5.3, Appendix C): 5 learning rates, 1 momentum, 1 weight decay
 2 with γ = 0.1, 0.15 and 4e-4, batches of 256, 5 % held out anew for each outer step, H·Z clipped at ±10. The published
 script differs: γ of momentum 0.3, H·Z at ±100, gradients of batches at ±3, Xavier initialisation, validation with
 BatchNorm in training mode; `--momentum-step`, `--clip`, `--grad-clip`, `--init` and `--val-mode` try these.
-Hypergradient descent, the greedy rival, is run by `longhorizon compare`; plot.py and the table show it if
-experiments/results/figure4-hd.json is there (keys: "accuracy", test accuracies; "command"; "seconds"; "environment").
+Hypergradient descent, the greedy rival, is run by figure4_hd.py; plot.py and the table show it beside this.
 """
 
 from typing import Any

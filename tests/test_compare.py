@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon import offtheshelf, rundir
+from longhorizon import compile, offtheshelf, rundir
 from longhorizon import recipe as recipes
-from longhorizon.problem import environment, make_problem
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rivals import hyperband, registry, regret, space, workers
+from longhorizon.rivals.arena import Trial
 from longhorizon.rivals.blackbox import BlackBox, quiet
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.driver import Watcher
@@ -65,6 +66,23 @@ def test_the_compiled_step_trains_the_same():
     assert problem.inner.cache
     assert judge(fast).val_loss == pytest.approx(judge(plain).val_loss, rel=1e-4)
     assert fast.counter.steps == plain.counter.steps == STEPS
+
+
+@pytest.mark.parametrize("method", ["random", "grid", "grid-halving"])
+def test_compiling_again_after_a_stop_is_on_nobodys_clock(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(Problem, "stepper", lambda self, steps: self.compiled_step)
+    settings = {"methods": [method], "test": "none", "budget": "2 runs"}
+    calm = compare(**settings)
+    traced, trace = [], compile._trace
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(20)), **settings)
+    assert Ledger(tmp_path / "r/journal.jsonl").all()
+    at_work = []
+    monkeypatch.setattr(compile, "_trace", lambda *given: traced.append(bool(at_work)) or trace(*given))
+    monkeypatch.setattr(Trial, "to", lambda self, step, to=Trial.to: at_work.append(step) or to(self, step))
+    again = compare(tmp_path / "r", **settings)
+    assert traced == [False]  # once, and before any trial went on
+    assert without_clock(again.evaluations) == without_clock(calm.evaluations)
 
 
 # Hyperband

@@ -107,6 +107,16 @@ class Arena:
         seed = run_seed(self.seed, trial, replicate)
         return make_problem(self.setup.task, self.setup.rule, hypers, steps, seed, traces=self.traces)
 
+    def recompile(self) -> None:
+        """After a stop, compile the training step again, off the clock: it was charged when the method began."""
+        setup = self.setup
+        if not self.past():
+            return
+        problem = self.problem({key: hyper.values().tolist() for key, hyper in setup.hypers.items()}, 0)
+        step = problem.stepper(setup.steps)
+        if step == problem.compiled_step:
+            step(problem.start, 0)
+
     def pulse(self, done: int) -> None:
         if self._pulse is not None:
             self._pulse(self, done)
