@@ -69,8 +69,7 @@ def write(args: Any, one: contest.Contest) -> None:
     if not found.cards:
         say("nothing has been tested yet: no result")
         return
-    labels = list(dict.fromkeys(card["label"] for card in found.cards))
-    against = next((label for grid in GRIDS for label in labels if label.startswith(grid)), None)
+    against = next((card["label"] for grid in GRIDS for card in found.cards if card["method"] == grid), None)
     known = scores(found.evaluations, found.tests, against)
     assert known is not None
     rows = table(found.evaluations, found.tests, against)

@@ -80,9 +80,9 @@ def main() -> None:
         progress=ticks(steps),
     )
     history = tuned.history
-    seeds = 2 if args.smoke else args.test_seeds
+    seeds, traces = 2 if args.smoke else args.test_seeds, lh.Traces()
     tests = {
-        which: record.tested(work, which, task, rule, hypers, schedule, full, seeds)
+        which: record.tested(work, which, task, rule, hypers, schedule, full, seeds, traces)
         for which, schedule in (("learnt", tuned.schedule), ("best", tuned.best))
     }
     tuning = sum(step.seconds for step in history)

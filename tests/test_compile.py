@@ -15,11 +15,13 @@ from longhorizon import compile, swaps, tree
 from longhorizon.engines import adjoint
 from longhorizon.engines.entry import compute
 from longhorizon.engines.forward import tangent_step
-from longhorizon.problem import environment, make_problem
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.simplify import simplify
 from problems import Case, classify, draw, held_out, images, mlp, pairs, problem, stream, task_of
 
 aten = torch.ops.aten
+
+RULE = lh.sgd(momentum=0.5)
 
 
 def traced_step(case: Case):
@@ -116,10 +118,21 @@ def test_a_difference_is_noticed():
     assert compile._difference(a, a | {"x": torch.tensor([1.0, torch.inf, 0.0], dtype=torch.float64)})
 
 
+@pytest.mark.parametrize("name", ["mlp", "batchnorm-eval", "batchnorm-train", "learnt-loss", "dropout-everywhere"])
+def test_greedy_traced_is_greedy(name):
+    """With the validation of every stretch traced too."""
+    case = problem(name)
+    hypers = {"lr": lh.Hyper(0.1, windows=2)} | case.extra
+    settings = {"steps": 6, "seed": 3}
+    plain = lh.hypergradient(case.task, RULE, hypers, engine=lh.Greedy(compile=False), **settings)
+    shared = lh.Traces()
+    traced = lh.hypergradient(case.task, RULE, hypers, engine=lh.Greedy(compile=True), traces=shared, **settings)
+    for key in hypers:
+        assert torch.allclose(traced.grad[key], plain.grad[key], rtol=1e-9, atol=1e-12)
+    assert plain.grad["lr"].abs().min() > 0
+
+
 # --- when tracing happens ---
-
-
-RULE = lh.sgd(momentum=0.5)
 
 
 def run(task, engine, steps=8, windows=1, shared=None):
@@ -189,6 +202,20 @@ def test_calls_that_share_traces_give_what_they_give_alone():
         found = lh.hypergradient(task, RULE, hypers, seed=seed, traces=shared, **settings)
         assert torch.equal(found.grad["lr"], alone.grad["lr"])
         assert len(shared) == 2  # a step and a step back, whatever the number of runs
+
+
+def test_tuning_and_tests_of_what_was_learnt_share_one_step(monkeypatch):
+    """As figure3.py does: three traces in all, however many outer steps, schedules and seeds."""
+    monkeypatch.setattr(Problem, "stepper", lambda self, steps: self.compiled_step)
+    task, shared = task_of(mlp), lh.Traces()
+    task = replace(task, test=lambda: task.val(0))
+    for windows in (1, 8):
+        hypers = {"lr": lh.Hyper(0.1, windows=windows)}
+        for engine in (lh.Greedy(compile=True), lh.Adjoint(compile=True)):
+            tuned = lh.tune(task, RULE, hypers, steps=8, outer_steps=3, engine=engine, traces=shared)
+            for seed in range(3):
+                lh.retrain(task, RULE, hypers, tuned.schedule, steps=8, seeds=[seed], traces=shared)
+    assert len(shared) == 3  # the step, the step back, and greedy's validation
 
 
 def test_a_batch_of_another_size_is_traced_anew():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from longhorizon import compile
+
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 VOLATILE = {"environment", "seconds", "tuning_seconds", "seconds_per_tuning_run"}
 sys.path.insert(0, str(EXPERIMENTS))
@@ -116,6 +118,20 @@ def test_smoke(script, name, tmp_path):
 def test_smoke_of_digits(tmp_path):
     result = run("digits", tmp_path)
     assert result["table"]["learnt"]["trainings"] == 4
+
+
+def test_figure2_traces_once_whatever_the_number_of_seeds(inside, monkeypatch):
+    """On a GPU each of these is compiled, which takes longer than a seed."""
+    traced, trace = [], compile._trace
+
+    def counted(fn, *rest):
+        traced.append(fn.__qualname__)
+        return trace(fn, *rest)
+
+    monkeypatch.setattr(compile, "_trace", counted)
+    result = inside("figure2", "--compile", "yes", "--seeds", "3")
+    assert result["seeds"] == 3
+    assert len(traced) == 3, traced  # the step, the step back, and greedy's validation
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from statistics import mean, stdev
 
 import torch
 
+from longhorizon import compile
 from longhorizon.cuda import Precision
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
@@ -60,7 +61,8 @@ def retrain(
         steps: the budget; any number, the schedule stretches.
         seeds: how many runs, or which.
         precision: of float32 products on a GPU; see `hypergradient`.
-        traces: shared with other calls, so that the step is compiled once.
+        traces: shared with other calls, so that on a GPU the step is compiled once for all of them; then it is compiled
+            however short a run is.
         progress: called with (steps done, steps in all) after every step.
     """
     if task.test is None:
@@ -77,11 +79,12 @@ def retrain(
     whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
     losses: list[float] = []
     metrics: dict[str, list[float]] = {}
+    total = steps * len(chosen) if traces is None else compile.WORTH_COMPILING  # who shares traces runs often
     traces = Traces() if traces is None else traces
     with environment(precision):
         for number, seed in enumerate(chosen):
             problem = make_problem(whole, rule, hypers, steps, seed, values, traces)
-            state, train_step = problem.start, problem.stepper(steps * len(chosen))
+            state, train_step = problem.start, problem.stepper(total)
             for step in range(steps):
                 state, loss = train_step(state, step)
                 if progress is not None:

@@ -84,6 +84,7 @@ class Tuning:
         engine: Engine | Literal["auto"] = "auto",
         seed: int = 0,
         seeds: int = 1,
+        traces: Traces | None = None,
         saved: dict[str, Any] | None = None,
     ):
         self.task, self.rule, self.hypers = task, rule, dict(hypers)
@@ -110,7 +111,7 @@ class Tuning:
                 self.engine, self.why = ENGINES[saved["engine"]["kind"]](**saved["engine"]["with"]), saved["why"]
         self.converged = self.outer.converged(self.outer_state)
         self._inner_saved = saved["run"] if saved else None
-        self._traces = Traces()
+        self._traces = Traces() if traces is None else traces
         self._problem: Problem | None = None
         self._run: Run | None = None
 

@@ -6,7 +6,7 @@ this is the exact hypergradient; with H = 1 it is what online methods follow.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,17 +28,21 @@ class Greedy:
         horizon: H, from 1 to the number of steps (a longer one is cut to it); the last stretch may be shorter.
         clip: elementwise bound on H·q, as in `Adjoint`.
         per_step: also return the hypergradient of every single step.
+        compile: as in `Adjoint`; the validation of every stretch is compiled too.
     """
 
     horizon: int = 1
     clip: float | None = None
     per_step: bool = False
+    compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.horizon, bool) or not isinstance(self.horizon, int) or self.horizon < 1:
             raise ValueError(f"Greedy(horizon={self.horizon!r}): expected a whole number of steps, at least 1.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"Greedy(clip={self.clip}): expected a positive bound, or None for no clip.")
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"Greedy(compile={self.compile!r}): expected True, False or 'auto'.")
 
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "GreedyRun":
         return GreedyRun(self, problem, saved)
@@ -111,5 +115,5 @@ class GreedyRun:
 
     def _sweep(self, start: State | None, saved: dict[str, Any] | None = None) -> AdjointRun:
         last = min(self.t + self.engine.horizon, self.problem.steps)
-        sweep = Adjoint(store="auto", clip=self.engine.clip)
+        sweep = Adjoint(store="auto", clip=self.engine.clip, compile=self.engine.compile)
         return AdjointRun(sweep, self.problem, saved, first=self.t, last=last, start=start, watch=self.watch)

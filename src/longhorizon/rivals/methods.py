@@ -90,6 +90,7 @@ def drive(arena: Arena, engine: Any) -> None:
         engine=engine,
         seed=arena.seed,
         seeds=setup.seeds,
+        traces=arena.traces,
         saved=saved and saved["tuning"],
     )
     counted: int = saved["counted"] if saved else 0  # in the outer step in progress
