@@ -49,10 +49,12 @@ class Entrant:
         parts = [self.method, self.engine, clip, epochs, "" if self.precision == "float32" else self.precision]
         return "-".join(part for part in parts if part)
 
-    def differentiates(self) -> Any:
+    def differentiates(self, device: str) -> Any:
         if not self.engine:
             return "auto"
-        return lh.Adjoint(clip=self.clip) if self.engine == "adjoint" else lh.Forward(clip=self.clip)
+        compiled = record.compiles("auto", device)  # the first run, of one epoch, is followed by long ones
+        kind = lh.Adjoint if self.engine == "adjoint" else lh.Forward
+        return kind(clip=self.clip, compile=compiled)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +146,7 @@ class Contest:
             budget=budget,
             methods=[entrant.method],
             outer_steps=self.settings["outer_steps"],
-            engine=entrant.differentiates(),
+            engine=entrant.differentiates(args.device),
             seed=seed,
             epoch=self.epoch,
             test=args.test,

@@ -58,6 +58,8 @@ class GreedyRun:
         self.engine, self.problem = engine, problem
         self.watch = Watch(problem, saved and saved["watch"])
         self.status = Status()
+        keeps = Adjoint().keeps_all(problem)  # asked once: it looks at the free memory
+        self._engine = Adjoint("all" if keeps else "sqrt", engine.clip, compile=engine.compile)
         if saved is None:
             self.per_step = {
                 key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
@@ -115,5 +117,4 @@ class GreedyRun:
 
     def _sweep(self, start: State | None, saved: dict[str, Any] | None = None) -> AdjointRun:
         last = min(self.t + self.engine.horizon, self.problem.steps)
-        sweep = Adjoint(store="auto", clip=self.engine.clip, compile=self.engine.compile)
-        return AdjointRun(sweep, self.problem, saved, first=self.t, last=last, start=start, watch=self.watch)
+        return AdjointRun(self._engine, self.problem, saved, first=self.t, last=last, start=start, watch=self.watch)
