@@ -13,6 +13,7 @@ Settings (section 5.3, Appendix C): 5 learning rates, 1 momentum, 1 weight decay
 2 with γ = 0.1, 0.15 and 4e-4, batches of 256, 5 % held out anew for each outer step, H·Z clipped at ±10. The published
 script differs: γ of momentum 0.3, H·Z at ±100, gradients of batches at ±3, Xavier initialisation, validation with
 BatchNorm in training mode; `--momentum-step`, `--clip`, `--grad-clip`, `--init` and `--val-mode` try these.
+`--precision tf32` tunes with rougher and faster products; tests are always in float32.
 Hypergradient descent, the greedy rival, is run by figure4_hd.py; plot.py and the table show it beside this.
 """
 
@@ -24,7 +25,15 @@ from record import say
 import longhorizon as lh
 from longhorizon import data
 
-USUAL = {"clip": 10.0, "grad_clip": None, "momentum_step": 0.15, "init": None, "val_mode": "eval", "epochs": 50.0}
+USUAL = {
+    "clip": 10.0,
+    "grad_clip": None,
+    "momentum_step": 0.15,
+    "init": None,
+    "val_mode": "eval",
+    "epochs": 50.0,
+    "precision": "float32",
+}
 
 
 def main() -> None:
@@ -36,6 +45,7 @@ def main() -> None:
     parser.add_argument("--momentum-step", type=float, default=USUAL["momentum_step"])
     parser.add_argument("--init", choices=["he", "xavier"], help="the network's own (he) without it")
     parser.add_argument("--val-mode", choices=["eval", "train"], default=USUAL["val_mode"], help="of BatchNorm")
+    parser.add_argument("--precision", choices=["float32", "tf32"], default=USUAL["precision"], help="on a GPU")
     parser.add_argument("--test-seeds", type=int, default=5)
     args = record.parse(parser)
     settings: dict[str, Any] = {
@@ -75,6 +85,7 @@ def main() -> None:
         outer=lh.SignDescent(),
         engine=lh.Forward(clip=settings["clip"]),
         seed=args.seed,
+        precision=args.precision,
         dir=work.folder / "tune",
         on_step=lambda step: say(told(step, settings["outer_steps"])),
         progress=ticks(steps),

@@ -16,8 +16,8 @@ import longhorizon as lh
 from longhorizon import compile, offtheshelf, rundir
 from longhorizon import recipe as recipes
 from longhorizon.problem import Problem, environment, make_problem
-from longhorizon.rivals import hyperband, registry, regret, space, workers
-from longhorizon.rivals.arena import Trial
+from longhorizon.rivals import hyperband, registry, regret, space, testing, workers
+from longhorizon.rivals.arena import Stop, Trial
 from longhorizon.rivals.blackbox import BlackBox, quiet
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.driver import Watcher
@@ -385,6 +385,31 @@ def _die_at(kind, count):
             rename(a, b)
 
         os.replace = replace
+
+
+def test_a_stopped_test_goes_on_with_its_next_training(tmp_path, monkeypatch):
+    """Nothing but the training in hand is done twice."""
+    settings = {"methods": ["cosine"], "test_seeds": 4}
+    calm = compare(**settings)
+    seeds, retrain = [], testing.retrain
+
+    def dies(*given, **more):
+        if seeds == [0, 1]:
+            raise Stop
+        seeds.extend(more["seeds"])
+        return retrain(*given, **more)
+
+    monkeypatch.setattr(testing, "retrain", dies)
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", **settings)
+    assert not (tmp_path / "r/tests.jsonl").exists()
+    monkeypatch.setattr(
+        testing, "retrain", lambda *given, **more: seeds.extend(more["seeds"]) or retrain(*given, **more)
+    )
+    again = compare(tmp_path / "r", **settings)
+    assert seeds == [0, 1, 2, 3]
+    assert [vars(t) for t in again.tests] == [vars(t) for t in calm.tests]
+    assert not (tmp_path / "r/testing.json").exists()
 
 
 def test_a_comparison_may_be_given_more(tmp_path):
