@@ -24,7 +24,7 @@ from longhorizon import data
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
-from longhorizon.rivals.registry import METHODS
+from longhorizon.rivals.registry import chosen
 from longhorizon.rivals.testing import Tested, read_tests
 
 EVERY = 60.0  # seconds between lines of progress
@@ -207,9 +207,10 @@ def judged(e: Evaluation) -> str:
 
 def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Namespace) -> list[Entrant]:
     """The entrants of these names; only `fds` has an engine to choose."""
-    unknown = [name for name in names if name not in METHODS]
-    if unknown or not names:
-        raise SystemExit(f"--methods {','.join(names)}: expected some of {', '.join(METHODS)}.")
+    try:
+        names = [method.name for method in chosen(names)]  # "all" is every one
+    except (ImportError, ValueError) as error:  # an unknown name, or a package that is not there
+        raise SystemExit(f"--methods {','.join(names)}: {error}") from None
     clip = args.clip if args.clip is not None else 10.0 if args.engine == "forward" else None
     if clip is not None and clip < 0:
         raise SystemExit(f"--clip {clip:g}: expected a positive bound, or 0 for none.")

@@ -247,7 +247,7 @@ def without_clock(rows):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--methods", "fsd"), "--methods fsd: expected some of fds, random"),
+        (("--methods", "fsd"), "--methods fsd: unknown method 'fsd'. Did you mean 'fds'?"),
         (("--seeds", "0,x"), "--seeds 0,x: expected numbers"),
         (("--horizons", "1,60"), "--horizons 1,60: expected epochs, more than 0 and at most 50"),
         (("--budget", "5"), "--budget '5': expected a unit too"),
