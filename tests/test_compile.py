@@ -326,7 +326,7 @@ def test_a_long_run_on_the_cpu_traces_its_steps_back(monkeypatch):
     with environment():
         p = make_problem(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=2)}, 9, 0)
         found = compute(p, engine)
-        assert [key for key, _, _ in p.inner.cache] == [("back", None)]
+        assert [key for key, *_ in p.inner.cache] == [("back", None)]
         plain = compute(make_problem(case.task, lh.sgd(), p.hypers, 9, 0), lh.Adjoint(compile=False))
     torch.testing.assert_close(found.grad["lr"], plain.grad["lr"], rtol=1e-10, atol=0)
 
@@ -336,4 +336,4 @@ def test_a_step_back_that_draws_random_numbers_is_not_traced():
         p = make_problem(problem("dropout").task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 9, 0)
         assert p.draws
         compute(p, lh.Adjoint(compile=True))
-        assert "back" not in str([key for key, _, _ in p.inner.cache])
+        assert "back" not in str([key for key, *_ in p.inner.cache])
