@@ -21,6 +21,7 @@ Beyond the paper: `cifar-1` and `cifar-10`, WRN-16-1 on CIFAR-10 for 1 and 10 ep
 """
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import record
@@ -95,10 +96,10 @@ def main() -> None:
     rule = lh.sgd(momentum=setting.momentum, weight_decay=setting.weight_decay)
     if setting.grad_clip is not None:
         rule = lh.clipped(rule, setting.grad_clip)
-    compiled = {"auto": "auto", "yes": True, "no": False}[args.compile]
-    engines = {"non_greedy": lh.Adjoint(compile=compiled)}
+    compiled, traces = record.compiles(args.compile, args.device), lh.Traces()
+    engines: dict[str, Any] = {"non_greedy": lh.Adjoint(compile=compiled)}
     if setting.greedy:
-        engines["greedy"] = lh.Greedy(horizon=1)
+        engines["greedy"] = lh.Greedy(compile=compiled)
 
     known = asdict(setting) | {"steps": steps, "data": record.title(images, args)}
     name = f"figure2-{args.setting}" + "".join(f"-{key.replace('_', '-')}-{value}" for key, value in varied.items())
@@ -110,7 +111,9 @@ def main() -> None:
             new = not work.has(unit)
 
             def one(engine=engine, seed=seed):
-                h = lh.hypergradient(task, rule, hypers, steps=steps, engine=engine, seed=seed, per_step=True)
+                h = lh.hypergradient(
+                    task, rule, hypers, steps=steps, engine=engine, seed=seed, per_step=True, traces=traces
+                )
                 return {"g": rounded(h.per_step["lr"], 7), "val_loss": h.val_loss, "status": str(h.status)}
 
             found[kind].append(work.unit(unit, one))

@@ -85,14 +85,15 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
     steps, full = made.steps_per_epoch, len(made.train_set) // made.batch_size
     outer = lh.GradientDescent(settings["rate"], clip=settings["clip"])
     methods: dict[str, Any] = {}
+    traces = lh.Traces()
     for method in METHODS:
         windows = steps if method != "fds" else max(1, round(steps / settings["window"]))
         hypers = {"lr": lh.Hyper(0.0, windows=windows)}
         folder = work.folder / f"tune-{method}"
 
         def learnt(method: str = method, hypers: Any = hypers, folder: Any = folder) -> Any:
-            compiled = {"auto": "auto", "yes": True, "no": False}[args.compile]
-            engine: Any = lh.Greedy(horizon=1) if method == "greedy" else lh.Adjoint(compile=compiled)
+            compiled = record.compiles(args.compile, args.device)
+            engine: Any = lh.Greedy(compile=compiled) if method == "greedy" else lh.Adjoint(compile=compiled)
             tuned = lh.tune(
                 task,
                 rule,
@@ -102,6 +103,7 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
                 outer=outer,
                 engine=engine,
                 seed=settings["seed"],
+                traces=traces,
                 dir=folder,
                 on_step=lambda step: say(f"{name}, {method}, {told(step, settings['outer_steps'])}"),
             )
@@ -111,10 +113,10 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
         shutil.rmtree(folder, ignore_errors=True)  # a journal of so many values is large, and all that matters is here
         tests = {
             "test": record.tested(
-                work, f"{method}-stopped", task, rule, hypers, row["stopped"], full, settings["test_seeds"]
+                work, f"{method}-stopped", task, rule, hypers, row["stopped"], full, settings["test_seeds"], traces
             ),
             "test_last": record.tested(
-                work, f"{method}-last", task, rule, hypers, row["last"], full, settings["test_seeds"]
+                work, f"{method}-last", task, rule, hypers, row["last"], full, settings["test_seeds"], traces
             ),
         }
         row |= {"last": rounded(row["last"]["lr"]), "stopped": rounded(row["stopped"]["lr"])}
@@ -122,7 +124,9 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
     for peak in settings["peaks"]:
         lr = [peak * x for x in record.cosine(full)]
         hypers = {"lr": lh.Hyper(lr, windows=full)}
-        test = record.tested(work, f"cosine-{peak:g}", task, rule, hypers, {"lr": lr}, full, settings["test_seeds"])
+        test = record.tested(
+            work, f"cosine-{peak:g}", task, rule, hypers, {"lr": lr}, full, settings["test_seeds"], traces
+        )
         methods[f"cosine {peak:g}"] = {"peak": peak, "test": test}
     return {"data": record.title(images, args), "steps": steps, "methods": methods}
 

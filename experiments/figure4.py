@@ -13,8 +13,8 @@ Settings (section 5.3, Appendix C): 5 learning rates, 1 momentum, 1 weight decay
 2 with γ = 0.1, 0.15 and 4e-4, batches of 256, 5 % held out anew for each outer step, H·Z clipped at ±10. The published
 script differs: γ of momentum 0.3, H·Z at ±100, gradients of batches at ±3, Xavier initialisation, validation with
 BatchNorm in training mode; `--momentum-step`, `--clip`, `--grad-clip`, `--init` and `--val-mode` try these.
-Hypergradient descent, the greedy rival, is run by `longhorizon compare`; plot.py and the table show it if
-experiments/results/figure4-hd.json is there (keys: "accuracy", test accuracies; "command"; "seconds"; "environment").
+`--precision tf32` tunes with rougher and faster products; tests are always in float32.
+Hypergradient descent, the greedy rival, is run by figure4_hd.py; plot.py and the table show it beside this.
 """
 
 from typing import Any
@@ -25,7 +25,15 @@ from record import say
 import longhorizon as lh
 from longhorizon import data
 
-USUAL = {"clip": 10.0, "grad_clip": None, "momentum_step": 0.15, "init": None, "val_mode": "eval", "epochs": 50.0}
+USUAL = {
+    "clip": 10.0,
+    "grad_clip": None,
+    "momentum_step": 0.15,
+    "init": None,
+    "val_mode": "eval",
+    "epochs": 50.0,
+    "precision": "float32",
+}
 
 
 def main() -> None:
@@ -37,6 +45,7 @@ def main() -> None:
     parser.add_argument("--momentum-step", type=float, default=USUAL["momentum_step"])
     parser.add_argument("--init", choices=["he", "xavier"], help="the network's own (he) without it")
     parser.add_argument("--val-mode", choices=["eval", "train"], default=USUAL["val_mode"], help="of BatchNorm")
+    parser.add_argument("--precision", choices=["float32", "tf32"], default=USUAL["precision"], help="on a GPU")
     parser.add_argument("--test-seeds", type=int, default=5)
     args = record.parse(parser)
     settings: dict[str, Any] = {
@@ -76,14 +85,15 @@ def main() -> None:
         outer=lh.SignDescent(),
         engine=lh.Forward(clip=settings["clip"]),
         seed=args.seed,
+        precision=args.precision,
         dir=work.folder / "tune",
         on_step=lambda step: say(told(step, settings["outer_steps"])),
         progress=ticks(steps),
     )
     history = tuned.history
-    seeds = 2 if args.smoke else args.test_seeds
+    seeds, traces = 2 if args.smoke else args.test_seeds, lh.Traces()
     tests = {
-        which: record.tested(work, which, task, rule, hypers, schedule, full, seeds)
+        which: record.tested(work, which, task, rule, hypers, schedule, full, seeds, traces)
         for which, schedule in (("learnt", tuned.schedule), ("best", tuned.best))
     }
     tuning = sum(step.seconds for step in history)

@@ -15,6 +15,7 @@ from longhorizon import figures
 from longhorizon.axes import Numbers, Scale, log_ticks, scale_of, symlog_ticks
 from longhorizon.drawing import save_picture
 from longhorizon.figures import PLAIN, RING, Figure, Line, Panel
+from longhorizon.rivals.page import COLOURS as METHOD_COLOURS
 from longhorizon.tuning import OuterStep
 
 HERE = Path(__file__).resolve().parent
@@ -125,13 +126,58 @@ def _test(found: dict[str, Any], results: Path) -> Panel:
         "FDS, last": found["test"]["learnt"]["accuracy"],
         "FDS, best by validation": found["test"]["best"]["accuracy"],
     }
-    rival = results / "figure4-hd.json"  # the place for hypergradient descent, made by `longhorizon compare`
+    rival = results / "figure4-hd.json"
     if rival.exists():
         rows["hypergradient descent"] = json.loads(rival.read_text())["accuracy"]
     mean = [100 * sum(row) / len(row) for row in rows.values()]
     error = [100 * math.sqrt(sum((a - sum(r) / len(r)) ** 2 for a in r) / max(1, len(r) - 1)) for r in rows.values()]
     line = Line("test", mean, kind="rows", error=error, labels=list(rows))
     return Panel("test, trained from scratch", "accuracy (%)", "", [line])
+
+
+def figure1(found: dict[str, Any], _: Path) -> list[Figure]:
+    """Regret against time and against training steps, and the test of what was chosen in the end."""
+    best = f"the best of {found['against']}" if found["against"] else "the best of all"
+    panels = []
+    for clock, x_title in (("seconds", "time (s)"), ("steps", "inner steps")):
+        shown = [curve for curve in found["curves"][clock] if curve["times"]]
+        lines, legend = [], []
+        for curve, colour in zip(shown, _colours([curve["method"] for curve in shown]), strict=True):
+            times, mean = [*curve["times"]], [100 * v for v in curve["mean"]]
+            if len(times) == 1:  # a single choice: a short dash, to be seen
+                times, mean = [times[0], 1.15 * times[0]], 2 * mean
+            wide = 2.8 if curve["method"].startswith("fds") else 1.8
+            lines.append(Line(curve["method"], [*mean], times, colour, wide, "steps"))
+            legend.append((colour, curve["method"]))
+        everything = [v for line in lines for v in line.y]
+        y_title = f"regret against {best} (points)"
+        panels.append(panel(x_title, x_title, y_title, lines, everything, "symlog", legend=legend, log_x=True))
+    rows = [row for row in found["table"] if row["score"] is not None]
+    error = [100 * row["deviation"] for row in rows]
+    line = Line("test", [100 * r["score"] for r in rows], kind="rows", error=error, labels=[r["method"] for r in rows])
+    panels.append(Panel("test of the last choice", "accuracy (%)", "", [line]))
+    return [Figure("figure1", "Figure 1", "", panels, size=(5.4, 4.4))]
+
+
+def _colours(labels: list[str]) -> list[str]:
+    """A method's own colour; variants of one method beyond the first take what is left."""
+    spare = [colour for name, colour in METHOD_COLOURS.items() if not any(label.startswith(name) for label in labels)]
+    taken: list[str] = []
+    for label in labels:
+        own = max((name for name in METHOD_COLOURS if label.startswith(name)), key=len)
+        colour = METHOD_COLOURS[own]
+        taken.append(colour if colour not in taken else spare.pop(0) if spare else GREY)
+    return taken
+
+
+def appendix_f(found: dict[str, Any], _: Path) -> list[Figure]:
+    """Validation accuracies of the settings, by length of training, the best last."""
+    panels = []
+    for steps, accuracies in found["validation"].items():
+        known = sorted(100 * a for a in accuracies if a is not None)
+        title = f"{len(accuracies)} settings, {steps} steps"
+        panels.append(Panel(title, "rank", "validation accuracy (%)", [Line(steps, [*known], colour=PLAIN)]))
+    return [Figure("appendix-f", "Appendix F", "", panels)]
 
 
 def panel(
@@ -151,8 +197,10 @@ def panel(
 
 
 DRAW: dict[str, Callable[[dict[str, Any], Path], list[Figure]]] = {
+    "figure1": figure1,
     "figure2": figure2,
     "appendix-b": appendix_b,
+    "appendix-f": appendix_f,
     "figure3": figure3,
     "figure4": figure4,
 }

@@ -152,15 +152,19 @@ def tested(
     values: Any,
     steps: int,
     seeds: int,
+    traces: lh.Traces,
 ) -> dict[str, Any]:
-    """Train from scratch on all training data with a schedule and test, one unit per seed; losses and accuracies."""
+    """Train from scratch on all training data with a schedule and test, one unit per seed; losses and accuracies.
+
+    All tests of a script share `traces`, so that the step is compiled once.
+    """
     found = []
     for seed in range(seeds):
         unit = f"test-{name}-{seed}"
         new = not work.has(unit)
 
         def one(seed: int = seed) -> Any:
-            done = lh.retrain(task, rule, hypers, values, steps=steps, seeds=[seed])
+            done = lh.retrain(task, rule, hypers, values, steps=steps, seeds=[seed], traces=traces)
             return {"loss": done.test_loss[0], "accuracy": done.metrics["accuracy"][0]}
 
         found.append(work.unit(unit, one))
@@ -201,6 +205,13 @@ def finish(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None
     out = args.out or (args.work / f"{name}-smoke.json" if args.smoke else RESULTS / f"{name}.json")
     write(out, {"experiment": name, "environment": record, "command": args.command} | content)
     say(f"written: {out}")
+
+
+def compiles(choice: str, device: str) -> Any:
+    """What `--compile` means for an engine: where many runs share a step, "auto" compiles on a GPU, however short."""
+    if choice == "auto":
+        return True if device.startswith("cuda") else "auto"
+    return choice == "yes"
 
 
 def cosine(steps: int) -> list[float]:

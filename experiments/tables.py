@@ -30,6 +30,15 @@ FIGURE2 = {
     "cifar-1-hot": ("the same from 0.1, 1 epoch", "–"),
     "cifar-10-hot": ("the same from 0.1, 10 epochs", "–"),
 }
+FIGURE1 = {  # the start of a label -> what it is, and the paper's test accuracy and hours
+    "fds-forward": ("FDS, forward, as the paper", "89.4 ± 0.3 % in 3 h"),
+    "fds-adjoint": ("FDS, adjoint", "– (forward: 89.4 ± 0.3 % in 3 h)"),
+    "hd": ("hypergradient descent", "80.6 ± 1.0 %"),
+    "bohb": ("BOHB", "89.1 ± 0.5 % in 55–60 h"),
+    "hyperband": ("Hyperband", "84.1 ± 4.1 %"),
+    "bo": ("Bayesian optimization", "84.5 ± 5.2 %"),
+    "random": ("random search", "80.8 ± 4.9 %"),
+}
 FIGURE3 = {
     ("mnist", "greedy"): "rates too small",
     ("mnist", "non_greedy"): "works",
@@ -43,6 +52,11 @@ FIGURE3 = {
 def table(results: Path = RESULTS) -> str:
     """All rows, as Markdown."""
     rows = [HEAD, ["---"] * len(HEAD)]
+    found = _result(results, "figure1")
+    for start, (name, paper) in FIGURE1.items():
+        rows += [["Figure 1", *row] for row in _figure1(found, start, name, paper)]
+    found = _result(results, "appendix-f")
+    rows.append(["Appendix F", *_appendix_f(found), *_where(found, "python experiments/appendix_f.py")])
     for setting, (name, paper) in FIGURE2.items():
         found = _result(results, f"figure2-{setting}")
         command = "python experiments/figure2.py" + ("" if setting == "svhn" else f" --setting {setting}")
@@ -64,7 +78,7 @@ def table(results: Path = RESULTS) -> str:
     rival = _result(results, "figure4-hd")
     ours = _accuracy(rival["accuracy"]) if rival else NOT_RUN
     rows.append(["Figure 4", "hypergradient descent, test accuracy", "80.6 ± 1.0 % (Figure 1)", ours])
-    rows[-1] += _where(rival, "longhorizon compare")
+    rows[-1] += _where(rival, "python experiments/figure4_hd.py")
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -98,6 +112,42 @@ def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:
         ours += f"; the mean of greedy explains {100 * found['greedy']['explains']:.0f} % of μ"
     seeds = f"{what}, {found['seeds']} seeds"
     return [seeds + (f" ({len(found['left_out'])} not finite)" if found["left_out"] else ""), paper, ours]
+
+
+def _figure1(found: dict[str, Any] | None, start: str, name: str, paper: str) -> list[list[str]]:
+    """A row for every variant of a method that was run."""
+    method = start.partition("-")[0]
+    command = f"python experiments/figure1.py --methods {method}" + (" --engine forward" * (start == "fds-forward"))
+    own = [r for r in found["table"] if r["method"] == start or r["method"].startswith(f"{start}-")] if found else []
+    if found is None or not own:
+        return [[name, paper, NOT_RUN, f"`{command}`", NOT_RUN, "–"]]
+    against = f"the best of {found['against']}" if found["against"] else "the best of all"
+    rows = []
+    for row in own:
+        cards = [card for card in found["entrants"] if card["label"] == row["method"]]
+        if row["score"] is None:
+            ours = "diverged in the test"
+        else:
+            seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
+            ours = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f} % ({seeds}), "
+            ours += f"regret {100 * row['regret']:.2f} against {against}"
+            zero = row["seconds_to_zero"]
+            ours += f", zero after {_duration(zero)}" if zero is not None else f", zero in {row['zero']} of {seeds}"
+        place = cards[-1]["sittings"][-1]
+        where = place.get("gpu") or f"{place['cpu']}, {place['threads']} threads"
+        what = name if row["method"] == start else f"{name} (`{row['method']}`)"
+        rows.append([what, paper, ours, f"`{command}`", f"{_duration(row['seconds'])} a seed", where])
+    return rows
+
+
+def _appendix_f(found: dict[str, Any] | None) -> list[str]:
+    what, paper = "best of the grid around common practice", "89.2 ± 0.2 %"
+    if found is None:
+        return [what, paper, NOT_RUN]
+    best = ", ".join(f"{key.replace('_', ' ')} {value:g}" for key, value in found["winner"].items())
+    trainings = sum(found["trainings"].values())
+    ours = f"{_accuracy(found['accuracy'])} with {best} (`{found['method']}`, {trainings} trainings)"
+    return [what, paper, ours]
 
 
 def _appendix_b(found: dict[str, Any] | None) -> list[str]:
@@ -161,14 +211,17 @@ def _where(found: dict[str, Any] | None, command: str, several: list[dict[str, A
         return [f"`{command}`", NOT_RUN, "–"]
     place = found["environment"]
     seconds = mean(one["seconds"] for one in several or [found])
-    time = (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-    return [f"`{found['command']}`", time, place.get("gpu") or f"{place['cpu']}, {place['threads']} threads"]
+    return [
+        f"`{found['command']}`",
+        _duration(seconds),
+        place.get("gpu") or f"{place['cpu']}, {place['threads']} threads",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _result(results: Path, name: str) -> dict[str, Any] | None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon import offtheshelf, rundir
+from longhorizon import compile, offtheshelf, rundir
 from longhorizon import recipe as recipes
-from longhorizon.problem import environment, make_problem
-from longhorizon.rivals import hyperband, registry, space, workers
+from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.rivals import hyperband, registry, regret, space, testing, workers
+from longhorizon.rivals.arena import Stop, Trial
 from longhorizon.rivals.blackbox import BlackBox, quiet
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.driver import Watcher
@@ -65,6 +66,23 @@ def test_the_compiled_step_trains_the_same():
     assert problem.inner.cache
     assert judge(fast).val_loss == pytest.approx(judge(plain).val_loss, rel=1e-4)
     assert fast.counter.steps == plain.counter.steps == STEPS
+
+
+@pytest.mark.parametrize("method", ["random", "grid", "grid-halving"])
+def test_compiling_again_after_a_stop_is_on_nobodys_clock(tmp_path, monkeypatch, method):
+    monkeypatch.setattr(Problem, "stepper", lambda self, steps: self.compiled_step)
+    settings = {"methods": [method], "test": "none", "budget": "2 runs"}
+    calm = compare(**settings)
+    traced, trace = [], compile._trace
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(20)), **settings)
+    assert Ledger(tmp_path / "r/journal.jsonl").all()
+    at_work = []
+    monkeypatch.setattr(compile, "_trace", lambda *given: traced.append(bool(at_work)) or trace(*given))
+    monkeypatch.setattr(Trial, "to", lambda self, step, to=Trial.to: at_work.append(step) or to(self, step))
+    again = compare(tmp_path / "r", **settings)
+    assert traced == [False]  # once, and before any trial went on
+    assert without_clock(again.evaluations) == without_clock(calm.evaluations)
 
 
 # Hyperband
@@ -179,6 +197,45 @@ def test_a_purse_of_steps_is_never_overdrawn_and_one_of_seconds_once():
     assert purse.allows(10**6)
     purse.pay(1, 5.0)
     assert not purse.allows(1)
+
+
+def test_fds_learns_on_short_runs_and_ends_with_a_whole_one(tmp_path):
+    """The paper's Figure 1: outer steps on short runs, everyone else and every test on long ones."""
+    settings = {"methods": ["fds", "random"], "steps": [6, 9], "train_steps": STEPS, "budget": "3 runs"}
+    calm = compare(**settings)
+    found = [e for e in calm.evaluations if e.method == "fds"]
+    assert [(e.steps, e.cost, e.counted) for e in found] == [(6, 6, 6), (9, 9, 9), (9, 9, 9), (18, 18, 18)]
+    assert found[-1].best
+    assert found[-1].values not in [e.values for e in found[:-1]]  # what the last outer step led to
+    assert {e.steps for e in calm.evaluations if e.method == "random"} == {STEPS}
+    stops = 0
+    while True:
+        try:
+            again = compare(tmp_path / "r", watcher=Watcher(progress=Stops(11)), **settings)
+            break
+        except lh.Interrupted:
+            stops += 1
+    assert stops > 3
+    assert without_clock(again.evaluations) == without_clock(calm.evaluations)
+    broke = compare(**settings | {"methods": ["fds"], "budget": "30 steps"}).evaluations
+    assert [e.steps for e in broke] == [6, 9, 9]  # no budget for the whole one
+
+
+@pytest.mark.parametrize("wrong", [17, True, 20.5])
+def test_a_whole_run_is_no_shorter_than_the_others(wrong):
+    with pytest.raises(ValueError, match=f"train_steps={wrong}"):
+        compare(train_steps=wrong)
+
+
+def test_regret_against_one_methods_choice():
+    found = compare(methods=["random", "cosine"], budget="6 runs")
+    own = {row.method: row for row in regret.table(found.evaluations, found.tests)}
+    other = {row.method: row for row in regret.table(found.evaluations, found.tests, against="cosine")}
+    assert other["cosine"].regret == 0
+    assert other["random"].regret == pytest.approx(other["cosine"].score - other["random"].score)
+    assert own["random"].regret >= 0
+    with pytest.raises(ValueError, match="against='grid'"):
+        regret.table(found.evaluations, found.tests, against="grid")
 
 
 # Settings known beforehand
@@ -328,6 +385,31 @@ def _die_at(kind, count):
             rename(a, b)
 
         os.replace = replace
+
+
+def test_a_stopped_test_goes_on_with_its_next_training(tmp_path, monkeypatch):
+    """Nothing but the training in hand is done twice."""
+    settings = {"methods": ["cosine"], "test_seeds": 4}
+    calm = compare(**settings)
+    seeds, retrain = [], testing.retrain
+
+    def dies(*given, **more):
+        if seeds == [0, 1]:
+            raise Stop
+        seeds.extend(more["seeds"])
+        return retrain(*given, **more)
+
+    monkeypatch.setattr(testing, "retrain", dies)
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", **settings)
+    assert not (tmp_path / "r/tests.jsonl").exists()
+    monkeypatch.setattr(
+        testing, "retrain", lambda *given, **more: seeds.extend(more["seeds"]) or retrain(*given, **more)
+    )
+    again = compare(tmp_path / "r", **settings)
+    assert seeds == [0, 1, 2, 3]
+    assert [vars(t) for t in again.tests] == [vars(t) for t in calm.tests]
+    assert not (tmp_path / "r/testing.json").exists()
 
 
 def test_a_comparison_may_be_given_more(tmp_path):

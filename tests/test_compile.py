@@ -1,6 +1,7 @@
 """Traced steps: the same numbers, fewer operations, and the plain step where tracing cannot be trusted."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from longhorizon import compile, swaps, tree
 from longhorizon.engines import adjoint
 from longhorizon.engines.entry import compute
 from longhorizon.engines.forward import tangent_step
-from longhorizon.problem import environment, make_problem
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.simplify import simplify
 from problems import Case, classify, draw, held_out, images, mlp, pairs, problem, stream, task_of
 
 aten = torch.ops.aten
+
+RULE = lh.sgd(momentum=0.5)
 
 
 def traced_step(case: Case):
@@ -115,13 +118,27 @@ def test_a_difference_is_noticed():
     assert compile._difference(a, a | {"x": torch.tensor([1.0, torch.inf, 0.0], dtype=torch.float64)})
 
 
+@pytest.mark.parametrize("name", ["mlp", "batchnorm-eval", "batchnorm-train", "learnt-loss", "dropout-everywhere"])
+def test_greedy_traced_is_greedy(name):
+    """With the validation of every stretch traced too."""
+    case = problem(name)
+    hypers = {"lr": lh.Hyper(0.1, windows=2)} | case.extra
+    settings = {"steps": 6, "seed": 3}
+    plain = lh.hypergradient(case.task, RULE, hypers, engine=lh.Greedy(compile=False), **settings)
+    shared = lh.Traces()
+    traced = lh.hypergradient(case.task, RULE, hypers, engine=lh.Greedy(compile=True), traces=shared, **settings)
+    for key in hypers:
+        assert torch.allclose(traced.grad[key], plain.grad[key], rtol=1e-9, atol=1e-12)
+    assert plain.grad["lr"].abs().min() > 0
+
+
 # --- when tracing happens ---
 
 
-def run(task, engine, steps=8, windows=1, like=None):
+def run(task, engine, steps=8, windows=1, shared=None):
     """A result, and the problem with its cache of traced steps."""
     with environment():
-        p = make_problem(task, lh.sgd(momentum=0.5), {"lr": lh.Hyper(0.2, windows=windows)}, steps, 0, like=like)
+        p = make_problem(task, RULE, {"lr": lh.Hyper(0.2, windows=windows)}, steps, 0, traces=shared)
         return compute(p, engine).grad["lr"], p
 
 
@@ -148,9 +165,11 @@ def test_auto_traces_what_is_long_enough():
 
 def test_a_trace_is_used_again_by_a_run_like_it():
     task = task_of(mlp)
-    first, p = run(task, lh.Forward(compile=True))
-    again, q = run(task, lh.Forward(compile=True), like=p)
+    shared = lh.Traces()
+    first, p = run(task, lh.Forward(compile=True), shared=shared)
+    again, q = run(replace(task, val=lambda seed: task.val(seed)), lh.Forward(compile=True), shared=shared)
     assert q.inner is p.inner
+    assert len(shared) == 1
     assert len(traces(q)) == 1
     assert torch.equal(first, again)
 
@@ -158,9 +177,45 @@ def test_a_trace_is_used_again_by_a_run_like_it():
 def test_a_trace_is_not_used_again_where_weights_are_baked_in():
     """Frozen parameters are constants of a trace; the next run's may be others."""
     task = problem("buffers").task
-    _, p = run(task, lh.Forward(compile=True))
-    _, q = run(task, lh.Forward(compile=True), like=p)
+    shared = lh.Traces()
+    _, p = run(task, lh.Forward(compile=True), shared=shared)
+    _, q = run(task, lh.Forward(compile=True), shared=shared)
     assert q.inner is not p.inner
+
+
+def test_a_trace_is_not_used_again_by_another_loss():
+    task, shared = task_of(mlp), lh.Traces()
+    first, p = run(task, lh.Forward(compile=True), shared=shared)
+    other, q = run(
+        replace(task, loss=lambda model, batch: 2 * task.loss(model, batch)), lh.Forward(compile=True), shared=shared
+    )
+    assert q.inner is not p.inner
+    assert not torch.allclose(first, other, rtol=0.1)
+
+
+def test_calls_that_share_traces_give_what_they_give_alone():
+    task, shared = task_of(mlp), lh.Traces()
+    settings = {"steps": 8, "engine": lh.Adjoint(compile=True)}
+    hypers = {"lr": lh.Hyper(0.2)}
+    for seed in range(3):
+        alone = lh.hypergradient(task, RULE, hypers, seed=seed, **settings)
+        found = lh.hypergradient(task, RULE, hypers, seed=seed, traces=shared, **settings)
+        assert torch.equal(found.grad["lr"], alone.grad["lr"])
+        assert len(shared) == 2  # a step and a step back, whatever the number of runs
+
+
+def test_tuning_and_tests_of_what_was_learnt_share_one_step(monkeypatch):
+    """As figure3.py does: three traces in all, however many outer steps, schedules and seeds."""
+    monkeypatch.setattr(Problem, "stepper", lambda self, steps: self.compiled_step)
+    task, shared = task_of(mlp), lh.Traces()
+    task = replace(task, test=lambda: task.val(0))
+    for windows in (1, 8):
+        hypers = {"lr": lh.Hyper(0.1, windows=windows)}
+        for engine in (lh.Greedy(compile=True), lh.Adjoint(compile=True)):
+            tuned = lh.tune(task, RULE, hypers, steps=8, outer_steps=3, engine=engine, traces=shared)
+            for seed in range(3):
+                lh.retrain(task, RULE, hypers, tuned.schedule, steps=8, seeds=[seed], traces=shared)
+    assert len(shared) == 3  # the step, the step back, and greedy's validation
 
 
 def test_a_batch_of_another_size_is_traced_anew():
@@ -271,7 +326,7 @@ def test_a_long_run_on_the_cpu_traces_its_steps_back(monkeypatch):
     with environment():
         p = make_problem(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, windows=2)}, 9, 0)
         found = compute(p, engine)
-        assert [key for key, _, _ in p.inner.cache] == [("back", None)]
+        assert [key for key, *_ in p.inner.cache] == [("back", None)]
         plain = compute(make_problem(case.task, lh.sgd(), p.hypers, 9, 0), lh.Adjoint(compile=False))
     torch.testing.assert_close(found.grad["lr"], plain.grad["lr"], rtol=1e-10, atol=0)
 
@@ -281,4 +336,4 @@ def test_a_step_back_that_draws_random_numbers_is_not_traced():
         p = make_problem(problem("dropout").task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 9, 0)
         assert p.draws
         compute(p, lh.Adjoint(compile=True))
-        assert "back" not in str([key for key, _, _ in p.inner.cache])
+        assert "back" not in str([key for key, *_ in p.inner.cache])

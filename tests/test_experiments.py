@@ -1,5 +1,6 @@
 """Every experiment runs at its size for tests; a killed one goes on and ends with the same result."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from longhorizon import compile
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 VOLATILE = {"environment", "seconds", "tuning_seconds", "seconds_per_tuning_run"}
@@ -31,6 +34,19 @@ def run(script, folder, *more):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture
+def inside(tmp_path, monkeypatch):
+    """Run a script in this process, which saves the seconds that torch takes to load."""
+    monkeypatch.delenv("LONGHORIZON_DATA", raising=False)
+
+    def run(script, *more):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, command(script, tmp_path, *more)[2:])])
+        importlib.import_module(script).main()
+        return json.loads((tmp_path / "result.json").read_text())
+
+    return run
 
 
 def lasting(content):
@@ -104,6 +120,20 @@ def test_smoke_of_digits(tmp_path):
     assert result["table"]["learnt"]["trainings"] == 4
 
 
+def test_figure2_traces_once_whatever_the_number_of_seeds(inside, monkeypatch):
+    """On a GPU each of these is compiled, which takes longer than a seed."""
+    traced, trace = [], compile._trace
+
+    def counted(fn, *rest):
+        traced.append(fn.__qualname__)
+        return trace(fn, *rest)
+
+    monkeypatch.setattr(compile, "_trace", counted)
+    result = inside("figure2", "--compile", "yes", "--seeds", "3")
+    assert result["seeds"] == 3
+    assert len(traced) == 3, traced  # the step, the step back, and greedy's validation
+
+
 @pytest.mark.slow
 def test_killed_figure2_goes_on_and_may_grow(tmp_path):
     once, again = tmp_path / "once", tmp_path / "again"
@@ -152,7 +182,7 @@ def test_table_is_that_of_the_results():
 def test_rival_of_figure4_is_shown_where_it_is_known(tmp_path):
     import tables
 
-    rival = {"accuracy": [0.8, 0.82], "command": "longhorizon compare", "seconds": 60.0}
+    rival = {"accuracy": [0.8, 0.82], "command": "python experiments/figure4_hd.py", "seconds": 60.0}
     rival["environment"] = {"gpu": "a GPU", "cpu": "", "threads": 1}
     (tmp_path / "figure4-hd.json").write_text(json.dumps(rival))
     assert "81.0 ± 1.4 %" in tables.table(tmp_path)
@@ -164,6 +194,83 @@ def test_scripts_need_no_extras():
         if path.name not in ("plot.py", "digits.py"):
             text = path.read_text()
             assert not any(f"import {name}" in text for name in ("matplotlib", "plotly", "rich", "sklearn", "click"))
+
+
+def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
+    """Entrants in several calls, and in both engines, come together in one result."""
+    import plot
+    import tables
+
+    first = inside("figure1", "--methods", "fds,bohb")
+    assert first["against"] is None
+    assert {row["method"] for row in first["table"]} == {"fds-adjoint", "bohb"}
+    grid = inside("appendix_f")
+    drawn(tmp_path, "appendix-f", grid)
+    assert grid["trainings"] == {"1": 135, "2": 45, "7": 15, "22": 5}
+    assert grid["winner"]["lr"] in (0.05, 0.1, 0.2, 0.4, 0.6)
+    assert grid["winner"]["decay"] in (0.1, 0.2, 0.4)
+    both = inside("figure1", "--engine", "forward", "--seeds", "0,1")
+    labels = {row["method"]: row for row in both["table"]}
+    assert labels.keys() == {"fds-adjoint", "fds-forward-clip10", "bohb", "grid-halving"}
+    assert labels["fds-forward-clip10"]["seeds"] == 2
+    assert both["against"] == "grid-halving"
+    assert labels["grid-halving"]["regret"] == 0
+    learnt = {c["method"]: c["values"] for c in both["choices"] if c["seed"] == 0}
+    assert learnt["fds-adjoint"] == learnt["fds-forward-clip10"]  # by the signs of the same hypergradients
+    assert [s["steps"] for s in both["outer_steps"] if s["method"] == "fds-adjoint"] == [7, 7, 7, 22]
+    (tmp_path / "results" / "figure1.json").write_text(json.dumps(both))
+    text = tables.table(tmp_path / "results")
+    assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1
+    assert "against the best of grid-halving" in text
+    (figure,) = plot.figure1(both, tmp_path)
+    plot.save_picture(figure, tmp_path / "figure1.png")
+    assert [len(panel.lines) for panel in figure.panels] == [4, 4, 1]
+    assert len(set(plot._colours(list(labels)))) == 4
+
+
+@pytest.mark.slow
+def test_terminated_figure1_goes_on(tmp_path):
+    once, again = tmp_path / "once", tmp_path / "again"
+    expected = run("figure1", once, "--methods", "fds,hd")
+    journal = again / "work" / "figure1-smoke" / "fds-adjoint-0" / "journal.jsonl"
+    output = stopped("figure1", again, journal.exists, signal.SIGTERM, "--methods", "fds,hd")
+    assert "the same command goes on" in output
+    found = run("figure1", again, "--methods", "fds,hd")
+    for part in ("choices", "outer_steps"):
+        assert without_clock(found[part]) == without_clock(expected[part])
+
+
+def without_clock(rows):
+    return [{key: value for key, value in row.items() if "seconds" not in key} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--methods", "fsd"), "--methods fsd: unknown method 'fsd'. Did you mean 'fds'?"),
+        (("--seeds", "0,x"), "--seeds 0,x: expected numbers"),
+        (("--horizons", "1,60"), "--horizons 1,60: expected epochs, more than 0 and at most 50"),
+        (("--budget", "5"), "--budget '5': expected a unit too"),
+        (("--clip", "-1"), "--clip -1: expected a positive bound"),
+        (("--test-seeds", "0"), "--test-seeds 0: expected more than nothing"),
+    ],
+)
+def test_figure1_refuses_before_any_work(given, said, tmp_path, inside):
+    with pytest.raises(SystemExit) as stop:
+        inside("figure1", *given)
+    assert said in str(stop.value)
+    assert not (tmp_path / "work").exists()
+
+
+def test_smoke_of_figure4_hd(tmp_path, inside):
+    import tables
+
+    result = inside("figure4_hd")
+    assert result["experiment"] == "figure4-hd"
+    assert len(result["accuracy"]) == 4
+    assert all(values["lr"][0] == 0 and values["lr"][-1] > 0 for values in result["values"])  # from zero, online
+    (tmp_path / "figure4-hd.json").write_text(json.dumps(result))
+    assert "python experiments/figure4_hd.py --smoke" in tables.table(tmp_path)
 
 
 def test_smoke_of_truth(tmp_path):

@@ -8,7 +8,9 @@ from torch import nn
 import column_products
 import longhorizon as lh
 from longhorizon import convolution
-from longhorizon.problem import environment
+from longhorizon.problem import environment, make_problem
+from longhorizon.rivals.descent import Descent
+from longhorizon.rivals.training import Counter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,3 +159,36 @@ def test_a_broken_run_goes_on(tmp_path, engine):
         tune(dir=tmp_path / "r", progress=progress)
     resumed, calm = tune(dir=tmp_path / "r"), tune()
     torch.testing.assert_close(resumed.history[-1].grad["lr"], calm.history[-1].grad["lr"], rtol=1e-6, atol=1e-12)
+
+
+def test_greedy_compiled_is_greedy():
+    """The step, the step back and every validation, each as a recorded graph."""
+    shared = lh.Traces()
+    settings = {"steps": 20, "traces": shared}
+    found = lh.hypergradient(make_task(), lh.sgd(), HYPERS, engine=lh.Greedy(compile=True), **settings)
+    assert_close(found, hypergradient(lh.Greedy(compile=False), device="cpu"), 1e-9)
+    assert len(shared) == 3
+
+
+def test_runs_of_other_seeds_share_one_compilation():
+    task, rule, shared = make_task(), lh.sgd(), lh.Traces()
+    settings = {"steps": 20, "engine": lh.Adjoint(store="all", compile=True)}
+    for seed in range(3):
+        found = lh.hypergradient(task, rule, HYPERS, seed=seed, traces=shared, **settings)
+        cpu = lh.hypergradient(make_task("cpu"), rule, HYPERS, seed=seed, steps=20, engine=lh.Adjoint(compile=False))
+        assert_close(found, cpu, 1e-9)
+    assert len(shared) == 2
+
+
+def test_hypergradient_descent_compiled_is_the_same():
+    traces = []
+    with environment():
+        for device, compiled in (("cuda", True), ("cuda", False), ("cpu", False)):
+            run = Descent(make_problem(make_task(device), lh.sgd(), HYPERS, 20, 0), Counter())
+            run.compiles = compiled
+            while run.t < 20:
+                run.advance()
+            traces.append({key: values.cpu() for key, values in run.trace.items()})
+    for other in traces[1:]:
+        for key, values in traces[0].items():
+            assert torch.allclose(values, other[key], rtol=1e-9, atol=1e-12), key

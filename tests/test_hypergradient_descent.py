@@ -151,3 +151,20 @@ def test_a_resumed_run_is_the_same_bit_for_bit(at):
     assert calm.learnt() == second.learnt()
     assert calm.learnt()["weight_decay"] == [0.0]
     assert len(calm.learnt()["lr"]) == 12
+
+
+def test_the_compiled_halves_of_a_step_do_the_same():
+    """What a GPU takes for long runs; here they are traced."""
+    hypers = {"lr": lh.Hyper(0.1), "momentum": lh.Hyper(0.3), "weight_decay": lh.Hyper(1e-3)}
+    plain = descend(make_task(), lh.sgd(), hypers, 12)
+    with environment():
+        run = Descent(make_problem(make_task(), lh.sgd(), hypers, 12, 0), Counter())
+        run.compiles = True
+        while run.t < 12:
+            run.advance()
+    traced = run.problem.inner.cache
+    assert sorted(key[0] for key in traced) == ["hd gradient", "hd update"]
+    assert all(graph is not None for graph in traced.values())
+    for key in hypers:
+        assert torch.allclose(run.trace[key], plain.trace[key], rtol=1e-5)
+        assert run.trace[key][-1] != run.trace[key][0]

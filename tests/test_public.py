@@ -18,7 +18,7 @@ LAYERS = [
     ["engines"],
     ["accuracy"],
     ["problem"],
-    ["result", "compile"],
+    ["result", "compile", "traces"],
     ["simplify"],
     ["swaps"],
     ["columns"],

@@ -20,6 +20,7 @@ from longhorizon.run import Interrupted, Tuned, tune
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 from longhorizon.tuning import OuterStep, Tuning, steps
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "Adjoint",
     "Greedy",
     "FiniteDifference",
+    "Traces",
     # Tuning: the outer loop
     "tune",
     "Tuned",

@@ -53,15 +53,17 @@ def windows(
     steps = max(recipes.horizons_of(chosen, epoch))
     torch.set_num_threads(recipes.threads_of(chosen, task))
     rows: list[Any] = []
+    rule, traces = recipes.rule_of(chosen), lh.Traces()
     for seed in range(chosen.seed, chosen.seed + runs):
         found = lh.hypergradient(
             task,
-            recipes.rule_of(chosen),
+            rule,
             hypers,
             steps=steps,
             engine=lh.Adjoint(),
             seed=seed,
             per_step=True,
+            traces=traces,
             precision=chosen.precision,  # type: ignore[arg-type]
         )
         print(f"run {len(rows) + 1} of {runs}: validation loss {found.val_loss:.4g}", file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ def traced(
         flat, spec = pytree.tree_flatten(args)
         shapes = tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in flat)
         try:
-            full = (key, shapes, str(spec))
+            full = (key, shapes, str(spec), cuda.current_precision())
             known = full in cache
         except TypeError:  # a batch with something unhashable in it
             return plain(*args)
@@ -57,20 +57,21 @@ def traced(
             cache[full] = _trace(fn, args, reseed, plain)
             reseed()
         graph = cache[full]
-        return plain(*args) if graph is None else graph(*args)
+        return plain(*args) if graph is None else graph(flat)
 
     return call
 
 
 def _trace(
     fn: Callable[..., Any], args: tuple[Any, ...], reseed: Callable[[], None], plain: Callable[..., Any]
-) -> Callable[..., Any] | None:
-    """The traced function, or None with a warning."""
+) -> Callable[[list[Any]], Any] | None:
+    """The traced function, of the leaves of its arguments; or None with a warning."""
     expected = plain(*args)
     try:
         reseed()
         flat = _Flat(fn, args)
-        tensors = flat.tensors(args)
+        leaves = pytree.tree_leaves(args)
+        tensors = flat.tensors(leaves)
         # make_fx notes every result's shape as a tensor of a mode without data. It would make one mode, with a stack
         # trace, per operation, which is half of the tracing time; the context offers it one for all.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
@@ -78,7 +79,7 @@ def _trace(
         simplify(graph)
         made = flat.around(cuda.compiled(graph, tensors, reseed) if any(t.is_cuda for t in tensors) else graph)
         reseed()
-        difference = _difference(expected, made(*args))
+        difference = _difference(expected, made(leaves))
     except Exception as error:  # tracing may fail in any way a user's model can invent
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warnings.warn(f"the step could not be traced and runs as it is ({reason})", TraceMismatch, stacklevel=4)
@@ -102,8 +103,7 @@ class _Flat:
         self._fixed = [None if isinstance(x, Tensor) else x for x in leaves]
         self._places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
-    def tensors(self, args: tuple[Any, ...]) -> list[Tensor]:
-        leaves = pytree.tree_leaves(args)
+    def tensors(self, leaves: list[Any]) -> list[Tensor]:
         return [leaves[i] for i in self._places]
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
@@ -115,12 +115,12 @@ class _Flat:
         self._out_places = [i for i, x in enumerate(out) if isinstance(x, Tensor)]
         return [out[i] for i in self._out_places]
 
-    def around(self, made: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of trees again, from what its trace became."""
+    def around(self, made: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+        """From what its trace became, a function of the leaves of trees to a tree."""
 
-        def call(*args: Any) -> Any:
+        def call(leaves: list[Any]) -> Any:
             out = list(self._out_fixed)
-            for i, tensor in zip(self._out_places, made(*self.tensors(args)), strict=True):
+            for i, tensor in zip(self._out_places, made(*self.tensors(leaves)), strict=True):
                 out[i] = tensor
             return pytree.tree_unflatten(out, self._out_spec)
 

@@ -42,6 +42,11 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[2]
 
 
+def current_precision() -> Precision:
+    """What products are computed in now; a compiled step keeps what was so when it was compiled."""
+    return "tf32" if torch.backends.cudnn.allow_tf32 and torch.cuda.is_available() else "float32"
+
+
 def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], None]) -> Callable[..., list[Tensor]]:
     """A traced function compiled for the GPU that its arguments are on, for arguments of these shapes."""
     with torch.no_grad():

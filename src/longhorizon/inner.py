@@ -89,14 +89,21 @@ class Inner:
 
     def pure_step(self, state: State, batch: Any, hypers: Hypers) -> tuple[State, Tensor]:
         """The same as a pure function, to be traced."""
+        grads, buffers, loss = self.pure_gradient(state.params, state.buffers, batch, hypers)
+        new_params, memory = self.update(state.params, grads, state.memory, hypers)
+        return State(new_params, buffers, memory), loss
+
+    def pure_gradient(
+        self, params: Params, buffers: Buffers, batch: Any, hypers: Hypers
+    ) -> tuple[Params, Buffers, Tensor]:
+        """`gradient` as a pure function, to be traced."""
 
         def loss(params: Params) -> Any:
-            value, after = self.functional.loss(params, state.buffers, batch, hypers)
+            value, after = self.functional.loss(params, buffers, batch, hypers)
             return value, (value, after)
 
-        grads, (value, buffers) = torch.func.grad(loss, has_aux=True)(state.params)
-        new_params, memory = self.update(state.params, grads, state.memory, hypers)
-        return State(new_params, buffers, memory), value
+        grads, (value, after) = torch.func.grad(loss, has_aux=True)(params)
+        return grads, after, value
 
 
 def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_loss: bool) -> tuple[Group, ...]:

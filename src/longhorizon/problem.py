@@ -16,6 +16,7 @@ from longhorizon.hypers import Hyper, argument, check_hypers, check_values, near
 from longhorizon.inner import Hypers, Inner, State, make_groups
 from longhorizon.rules import Params, Rule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 
 
 class NotDifferentiable(TypeError):  # noqa: N818 - says what is wrong
@@ -99,28 +100,60 @@ class Problem:
             losses = [self.inner.functional.loss(state.params, state.buffers, b, hypers, "val")[0] for b in self.val]
         return torch.stack(losses).mean()
 
-    def validate(self, state: State, step: int) -> tuple[Tensor, State, Hypers]:
-        """The validation loss after `step` steps, its derivative in the state, and its direct one in the hypers."""
-        seeds.seed_torch(seeds.mix(self.seed, step, seeds.VALIDATE))
-        real, rebuild = tree.split(state)
-        real = [leaf.detach().requires_grad_() for leaf in real]
-        state = rebuild(real)
-        hypers = {key: h.detach().requires_grad_() for key, h in self.hypers_at(step - 1).items()}
-        inputs = real + list(hypers.values())
-        total, sums = torch.zeros((), dtype=self.dtype, device=self.device), [torch.zeros_like(x) for x in inputs]
+    def validate(self, state: State, step: int, compiled: bool = False) -> tuple[Tensor, State, Hypers]:
+        """The validation loss after `step` steps, its derivative in the state, and its direct one in the hypers.
+
+        Args:
+            compiled: take it traced, and on a GPU compiled: for many validations.
+        """
+
+        def reseed() -> None:
+            seeds.seed_torch(seeds.mix(self.seed, step, seeds.VALIDATE))
+
+        reseed()
+        (real, rebuild), hypers = tree.split(state), self.hypers_at(step - 1)
+        judged: Callable[..., Any] = self._judged
+        if compiled and not self.draws:
+            judged = compile.traced(self._pure_judged(), self.inner.cache, "validate", reseed, self._judged)
+        total = torch.zeros((), dtype=self.dtype, device=self.device)
+        sums = [torch.zeros_like(x) for x in [*real, *hypers.values()]]
         for batch in self.val:
-            with torch.enable_grad():
-                loss, _ = self.inner.functional.loss(state.params, state.buffers, batch, hypers, "val")
-                if not loss.requires_grad:
-                    raise NotDifferentiable(
-                        "the validation loss does not depend on the parameters; remove `detach` or `no_grad` from it."
-                    )
-                grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-            total = total + loss.detach()
-            sums = [s if g is None else s + g for s, g in zip(sums, grads, strict=True)]
+            loss, grads = judged(state, batch, hypers)
+            total, sums = total + loss, [s + g for s, g in zip(sums, grads, strict=True)]
         n = len(self.val)
         sums = [s / n for s in sums]
         return total / n, rebuild(sums[: len(real)]), dict(zip(hypers, sums[len(real) :], strict=True))
+
+    def _judged(self, state: State, batch: Any, hypers: Hypers) -> tuple[Tensor, list[Tensor]]:
+        """The loss of a validation batch, and its derivative in the floats of the state and in the hypers."""
+        real, rebuild = tree.split(state)
+        real = [leaf.detach().requires_grad_() for leaf in real]
+        hypers = {key: h.detach().requires_grad_() for key, h in hypers.items()}
+        inputs, (params, buffers, _) = real + list(hypers.values()), rebuild(real)
+        with torch.enable_grad():
+            loss, _ = self.inner.functional.loss(params, buffers, batch, hypers, "val")
+            if not loss.requires_grad:
+                raise NotDifferentiable(
+                    "the validation loss does not depend on the parameters; remove `detach` or `no_grad` from it."
+                )
+            grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+        return loss.detach(), [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
+
+    def _pure_judged(self) -> Callable[[State, Any, Hypers], tuple[Tensor, list[Tensor]]]:
+        """The same as a pure function, to be traced."""
+        functional = self.inner.functional
+
+        def judged(state: State, batch: Any, hypers: Hypers) -> tuple[Tensor, list[Tensor]]:
+            real, rebuild = tree.split(state)
+
+            def loss(real: list[Tensor], hypers: Hypers) -> Tensor:
+                params, buffers, _ = rebuild(real)
+                return functional.loss(params, buffers, batch, hypers, "val")[0]
+
+            (dreal, dhypers), value = torch.func.grad_and_value(loss, argnums=(0, 1))(real, hypers)
+            return value, [*dreal, *dhypers.values()]
+
+        return judged
 
     def measure(self, params: Params, buffers: Buffers) -> dict[str, float]:
         """The task's metrics on the validation set, means over its batches."""
@@ -143,12 +176,12 @@ def make_problem(
     steps: int,
     seed: int,
     values: Mapping[str, Any] | None = None,
-    like: Problem | None = None,
+    traces: Traces | None = None,
 ) -> Problem:
     """Check everything that can be checked before the first step, and gather it.
 
     Args:
-        like: an earlier run of the same task, rule and hypers, whose traced steps may be used again.
+        traces: of earlier runs, to be used again where they fit.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the remedy.
@@ -164,10 +197,8 @@ def make_problem(
     functional = Functional(task, task.model())
     params, _ = functional.initial()
     inner = Inner(functional, rule, make_groups(rule, hypers, params, task.has_learnt_loss))
-    all_trained = all(p.requires_grad for p in functional.module.parameters())
-    if like is not None and all_trained and like.start.params.keys() == params.keys():
-        inner = like.inner
-        inner.functional.module.load_state_dict(functional.module.state_dict())
+    if traces is not None:
+        inner = traces.shared(task, inner)
     batches = Batches(task.train, seed, steps)
     seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))
     val = list(task.val(seed))

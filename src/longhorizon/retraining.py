@@ -6,12 +6,15 @@ from statistics import mean, stdev
 
 import torch
 
+from longhorizon import compile
+from longhorizon.cuda import Precision
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import environment, make_problem
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ def retrain(
     *,
     steps: int,
     seeds: int | Sequence[int] = 3,
+    precision: Precision = "float32",
+    traces: Traces | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Retrained:
     """Train on training and validation data with a schedule, and test in eval mode.
@@ -55,6 +60,9 @@ def retrain(
         schedule: what to train with, or a mapping from key to values.
         steps: the budget; any number, the schedule stretches.
         seeds: how many runs, or which.
+        precision: of float32 products on a GPU; see `hypergradient`.
+        traces: shared with other calls, so that on a GPU the step is compiled once for all of them; then it is compiled
+            however short a run is.
         progress: called with (steps done, steps in all) after every step.
     """
     if task.test is None:
@@ -71,11 +79,12 @@ def retrain(
     whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
     losses: list[float] = []
     metrics: dict[str, list[float]] = {}
-    problem: Problem | None = None
-    with environment():
+    total = steps * len(chosen) if traces is None else compile.WORTH_COMPILING  # who shares traces runs often
+    traces = Traces() if traces is None else traces
+    with environment(precision):
         for number, seed in enumerate(chosen):
-            problem = make_problem(whole, rule, hypers, steps, seed, values, like=problem)
-            state, train_step = problem.start, problem.stepper(steps * len(chosen))
+            problem = make_problem(whole, rule, hypers, steps, seed, values, traces)
+            state, train_step = problem.start, problem.stepper(total)
             for step in range(steps):
                 state, loss = train_step(state, step)
                 if progress is not None:

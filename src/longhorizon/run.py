@@ -22,6 +22,7 @@ from longhorizon.rules import Rule
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 from longhorizon.tuning import OuterStep, Tuning
 
 MEASURED = "hessian_product_error"  # in the record of the environment
@@ -62,6 +63,7 @@ def tune(
     seed: int = 0,
     seeds: int = 1,
     precision: Precision = "float32",
+    traces: Traces | None = None,
     dir: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 30.0,
     recipe: str | None = None,
@@ -85,6 +87,7 @@ def tune(
         seed: of everything.
         seeds: training runs to average each hypergradient over.
         precision: of float32 products on a GPU, "float32" or "tf32"; see `hypergradient`.
+        traces: a `Traces` to share with other calls, so that the step is traced and compiled once for all of them.
         dir: where to keep the run. If the same run is there already it goes on where it stopped.
         checkpoint_seconds: how often to save inside a training run.
         recipe: a text to keep with the run.
@@ -105,6 +108,7 @@ def tune(
         "engine": engine,
         "seed": seed,
         "seeds": seeds,
+        "traces": traces,
     }
     if dir is None:
         tuning = Tuning(task, rule, hypers, **given)

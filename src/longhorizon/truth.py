@@ -21,9 +21,10 @@ from longhorizon.cuda import Precision
 from longhorizon.engines import FiniteDifference
 from longhorizon.engines.entry import compute
 from longhorizon.hypers import Hyper
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import environment, make_problem
 from longhorizon.rules import Rule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,11 @@ def truth(
         for key, hyper in hypers.items()
     }
     file = _File(path, setting)
-    problem: Problem | None = None
+    traces = Traces()
     with environment(precision):
         for number, seed in enumerate(chosen):
             if str(seed) not in file.seeds:
-                problem = make_problem(task, rule, hypers, steps, seed, values, like=problem)
+                problem = make_problem(task, rule, hypers, steps, seed, values, traces)
                 found = compute(problem, FiniteDifference(distance, only))
                 file.add(seed, found.val_loss, found.grad)
             if progress is not None:

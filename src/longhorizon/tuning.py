@@ -24,6 +24,7 @@ from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 from longhorizon.trust import Doubts, among_seeds, doubts
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
@@ -83,6 +84,7 @@ class Tuning:
         engine: Engine | Literal["auto"] = "auto",
         seed: int = 0,
         seeds: int = 1,
+        traces: Traces | None = None,
         saved: dict[str, Any] | None = None,
     ):
         self.task, self.rule, self.hypers = task, rule, dict(hypers)
@@ -109,6 +111,7 @@ class Tuning:
                 self.engine, self.why = ENGINES[saved["engine"]["kind"]](**saved["engine"]["with"]), saved["why"]
         self.converged = self.outer.converged(self.outer_state)
         self._inner_saved = saved["run"] if saved else None
+        self._traces = Traces() if traces is None else traces
         self._problem: Problem | None = None
         self._run: Run | None = None
 
@@ -172,7 +175,7 @@ class Tuning:
         """Fresh weights, a fresh split, and a run over them."""
         seed = run_seed(self.seed, self.index, len(self.finished))
         self._problem = make_problem(
-            self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, like=self._problem
+            self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, self._traces
         )
         if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
             self.engine, self.why = resolve(self._problem, "auto")

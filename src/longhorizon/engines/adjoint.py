@@ -236,7 +236,8 @@ class AdjointRun:
         if failed is not None:
             self.status, self.phase = Status("loss", failed), "done"
             return
-        self.val_loss, self.cotangent, direct = problem.validate(self.state, self.last)
+        often = self.compile and self.last - self.first < problem.steps  # one of many sweeps
+        self.val_loss, self.cotangent, direct = problem.validate(self.state, self.last, often)
         for key in problem.learnt:
             self.per_step[key][self.last - 1] = direct[key]
         if not torch.isfinite(self.val_loss):

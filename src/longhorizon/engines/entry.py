@@ -14,6 +14,7 @@ from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 
 
 def hypergradient(
@@ -27,6 +28,7 @@ def hypergradient(
     values: Mapping[str, Any] | None = None,
     per_step: bool = False,
     precision: Precision = "float32",
+    traces: Traces | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Hypergradient:
     """The derivative of the final validation loss with respect to every learnt hyperparameter of a training run.
@@ -42,6 +44,7 @@ def hypergradient(
         values: where to evaluate, per key, instead of at the starts.
         per_step: also return the hypergradient of every single step (adjoint and greedy engines).
         precision: of float32 products on a GPU: "float32", or "tf32", faster and rougher. (float64: make the model so.)
+        traces: a `Traces` that several calls share, so that the step is traced and compiled for the first only.
         progress: called after every inner step.
 
     Returns:
@@ -64,7 +67,7 @@ def hypergradient(
         -0.9
     """
     with environment(precision):
-        problem = make_problem(task, rule, hypers, steps, seed, values)
+        problem = make_problem(task, rule, hypers, steps, seed, values, traces)
         return compute(problem, engine, per_step, progress)
 
 

@@ -6,7 +6,7 @@ this is the exact hypergradient; with H = 1 it is what online methods follow.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,17 +28,21 @@ class Greedy:
         horizon: H, from 1 to the number of steps (a longer one is cut to it); the last stretch may be shorter.
         clip: elementwise bound on H·q, as in `Adjoint`.
         per_step: also return the hypergradient of every single step.
+        compile: as in `Adjoint`; the validation of every stretch is compiled too.
     """
 
     horizon: int = 1
     clip: float | None = None
     per_step: bool = False
+    compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.horizon, bool) or not isinstance(self.horizon, int) or self.horizon < 1:
             raise ValueError(f"Greedy(horizon={self.horizon!r}): expected a whole number of steps, at least 1.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"Greedy(clip={self.clip}): expected a positive bound, or None for no clip.")
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f"Greedy(compile={self.compile!r}): expected True, False or 'auto'.")
 
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "GreedyRun":
         return GreedyRun(self, problem, saved)
@@ -54,6 +58,8 @@ class GreedyRun:
         self.engine, self.problem = engine, problem
         self.watch = Watch(problem, saved and saved["watch"])
         self.status = Status()
+        keeps = Adjoint().keeps_all(problem)  # asked once: it looks at the free memory
+        self._engine = Adjoint("all" if keeps else "sqrt", engine.clip, compile=engine.compile)
         if saved is None:
             self.per_step = {
                 key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
@@ -111,5 +117,4 @@ class GreedyRun:
 
     def _sweep(self, start: State | None, saved: dict[str, Any] | None = None) -> AdjointRun:
         last = min(self.t + self.engine.horizon, self.problem.steps)
-        sweep = Adjoint(store="auto", clip=self.engine.clip)
-        return AdjointRun(sweep, self.problem, saved, first=self.t, last=last, start=start, watch=self.watch)
+        return AdjointRun(self._engine, self.problem, saved, first=self.t, last=last, start=start, watch=self.watch)

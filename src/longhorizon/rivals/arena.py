@@ -16,6 +16,7 @@ from longhorizon.rivals.training import Counter, Judged, Trains, judge
 from longhorizon.rules import Rule
 from longhorizon.rundir import load_tensors, save_tensors
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 from longhorizon.tuning import run_seed
 
 PATIENCE = 3  # trials that may crash before any has gone well
@@ -34,9 +35,10 @@ class Setup:
     """What is compared: everything that is the same for all methods.
 
     Attributes:
-        horizons: training steps per outer step, for methods that take outer steps; the longest is that of all others.
+        horizons: training steps per outer step, for methods that take outer steps.
         epoch: training steps of an epoch, the least that Hyperband gives a trial.
         horizon: how many steps ahead `greedy` looks.
+        whole: training steps of a whole run, for all other methods and the tests; 0 for the longest of `horizons`.
     """
 
     task: Task
@@ -49,10 +51,11 @@ class Setup:
     seeds: int
     epoch: int
     horizon: int
+    whole: int = 0
 
     @property
     def steps(self) -> int:
-        return max(self.horizons)
+        return self.whole or max(self.horizons)
 
     @property
     def axes(self) -> list[Axis]:
@@ -83,7 +86,7 @@ class Arena:
         self.purse, self.ledger, self.dir = purse, ledger, dir
         self.checkpoint_seconds, self._pulse, self._on_evaluation = checkpoint_seconds, pulse, on_evaluation
         self.counter = Counter()
-        self._like: Problem | None = None
+        self.traces = Traces()  # its own: what compiling costs is on each method's clock
         dir.mkdir(parents=True, exist_ok=True)
 
     def past(self) -> list[Evaluation]:
@@ -102,11 +105,17 @@ class Arena:
         steps = steps or self.setup.steps
         hypers = hypers_for(setting, self.setup.hypers, self.setup.rule, steps)
         seed = run_seed(self.seed, trial, replicate)
-        # Traced steps are of a rule and its groups; a setting with other keys may group otherwise.
-        like = self._like if self._like is not None and list(self._like.hypers) == list(hypers) else None
-        made = make_problem(self.setup.task, self.setup.rule, hypers, steps, seed, like=like)
-        self._like = made
-        return made
+        return make_problem(self.setup.task, self.setup.rule, hypers, steps, seed, traces=self.traces)
+
+    def recompile(self) -> None:
+        """After a stop, compile the training step again, off the clock: it was charged when the method began."""
+        setup = self.setup
+        if not self.past():
+            return
+        problem = self.problem({key: hyper.values().tolist() for key, hyper in setup.hypers.items()}, 0)
+        step = problem.stepper(setup.steps)
+        if step == problem.compiled_step:
+            step(problem.start, 0)
 
     def pulse(self, done: int) -> None:
         if self._pulse is not None:

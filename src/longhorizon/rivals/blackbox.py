@@ -81,6 +81,7 @@ class BlackBox:
     def work(self, arena: Arena, unfinished: Sequence[int], worker: int = 0) -> None:
         """Finish these trials, then take new ones until the purse is empty."""
         study = self.study(arena)
+        arena.recompile()
         for number in unfinished:
             self._trial(arena, study, number, worker)
         while arena.purse.allows(self.least(arena.setup)):

@@ -7,18 +7,21 @@ training loss of the NEXT batch right after that step:
     λ_t = λ_{t-1} − rate · clip(h_t)                  and only then the step from θ_t, with the gradient just taken
 
 ∇L_t(θ_t) is the gradient that the next step needs anyway, and ∂θ_t/∂λ is that of the rule alone, so a step costs about
-one gradient. It is taken by autograd through `Inner.update`, so it holds for every rule, at zero too.
+one gradient. It is taken by autograd through `Inner.update`, so it holds for every rule, at zero too. On a GPU both
+halves of a step, before and after the values move, are compiled where a run is long enough.
 Hyperparameters of the loss have no such derivative and keep their start.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longhorizon import tree
+from longhorizon import compile, tree
 from longhorizon.engines.base import Watch
+from longhorizon.functional import Buffers
 from longhorizon.hypers import argument
 from longhorizon.inner import Hypers, Inner, State
 from longhorizon.outer import GradientDescent
@@ -42,21 +45,13 @@ def one_step_hypergradient(
         keys: which of them to differentiate.
         slope: the next batch's gradient at the parameters after the step.
     """
-    leaves = {key: hypers[key].detach().requires_grad_() for key in keys}
-    with torch.enable_grad():
-        after, _ = inner.update(state.params, grads, state.memory, {**hypers, **leaves})
-        moved = [name for name, p in after.items() if p.requires_grad]
-        if not moved:
-            return {key: torch.zeros_like(leaf) for key, leaf in leaves.items()}
-        found = torch.autograd.grad(
-            [after[name] for name in moved],
-            list(leaves.values()),
-            [slope[name] for name in moved],
-            allow_unused=True,
-        )
-    return {
-        key: torch.zeros_like(leaf) if g is None else g for (key, leaf), g in zip(leaves.items(), found, strict=True)
-    }
+
+    def after(learnt: Hypers) -> Params:
+        return inner.update(state.params, grads, state.memory, {**hypers, **learnt})[0]
+
+    back: Any = torch.func.vjp(after, {key: hypers[key] for key in keys})[1]
+    found: dict[str, Tensor] = back(slope)[0]
+    return found
 
 
 class Descent:
@@ -83,6 +78,7 @@ class Descent:
         self._rates = self._outer.init(self._hypers)
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
+        self.compiles = problem.stepper(problem.steps) == problem.compiled_step
         self.t: int = saved["t"] if saved else 0
         self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         device = problem.device
@@ -101,25 +97,60 @@ class Descent:
         problem, step, inner = self.problem, self.t, self.problem.inner
         batch = problem.batch(step)
         problem.seed_step(step)
-        params = {name: p.detach().requires_grad_() for name, p in self.state.params.items()}
         now = self._at(step)
-        grads, buffers, loss = inner.gradient(params, self.state.buffers, batch, now)
-        grads = {name: g.detach() for name, g in grads.items()}
-        if self._last is not None:
-            found = one_step_hypergradient(inner, *self._last, self.keys, grads)
+        grads, buffers, loss, found = self._first_half(self.state, batch, now, self._last, step)
+        if found:
             mean = {key: g.double().clamp(-self.clip, self.clip).reshape(1) for key, g in found.items()}
             self.values, _ = self._outer.update(self.values, mean, self._rates, self._hypers)
             now = self._at(step)
         before = self.state
+        update = self._traced(inner.update, "hd update", step)
         with torch.no_grad():
-            moved, memory = inner.update(before.params, grads, before.memory, now)
-        self.state = State(moved, {name: b.detach() for name, b in buffers.items()}, memory)
+            moved, memory = update(before.params, grads, before.memory, now)
+        self.state = State(moved, buffers, memory)
         self._last = (before, grads, now)
         for key, value in self.values.items():
             self.trace[key][step] = value[0]
         self.counter.steps += 1
         self.failed = self.watch.see(step, loss.detach())
         self.t += 1
+
+    def _first_half(
+        self, state: State, batch: Any, hypers: Hypers, last: tuple[State, Params, Hypers] | None, step: int
+    ) -> tuple[Params, Buffers, Tensor, dict[str, Tensor]]:
+        """The gradient here, the buffers after it, the loss, and the hypergradient of the step before."""
+        inner = self.problem.inner
+
+        def before(last: tuple[State, Params, Hypers], slope: Params) -> dict[str, Tensor]:
+            state, grads, used = last
+            return one_step_hypergradient(inner, state, grads, used, self.keys, slope)
+
+        def plain(state: State, batch: Any, hypers: Hypers, last: Any) -> Any:
+            params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+            grads, buffers, loss = inner.gradient(params, state.buffers, batch, hypers)
+            grads, buffers = tree.map(torch.Tensor.detach, grads), tree.map(torch.Tensor.detach, buffers)
+            return grads, buffers, loss.detach(), before(last, grads) if last else {}
+
+        def pure(state: State, batch: Any, hypers: Hypers, last: Any) -> Any:
+            grads, buffers, loss = inner.pure_gradient(state.params, state.buffers, batch, hypers)
+            return grads, buffers, loss, before(last, grads)
+
+        if last is None:
+            return plain(state, batch, hypers, last)  # type: ignore[no-any-return]
+        return self._traced(pure, "hd gradient", step, plain)(state, batch, hypers, last)  # type: ignore[no-any-return]
+
+    def _traced(
+        self, fn: Callable[..., Any], key: str, step: int, plain: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """A half of a step, compiled where that pays."""
+        problem = self.problem
+        if not self.compiles:
+            return plain or fn
+
+        def pure(*args: Any) -> Any:  # make_fx counts a method's self
+            return fn(*args)
+
+        return compile.traced(pure, problem.inner.cache, key, lambda: problem.seed_step(step), plain)
 
     def weights(self) -> State:
         return self.state

@@ -27,6 +27,7 @@ from longhorizon.run import Interrupted, settings_of, stop_signals
 from longhorizon.rundir import RunDirectory
 from longhorizon.seeds import checked
 from longhorizon.task import Task
+from longhorizon.traces import Traces
 from longhorizon.tuning import Tuning, plain
 
 KIND = "compare"  # in run.json, to tell a comparison from a tuning run
@@ -79,6 +80,7 @@ def compare(
     repeats: int = 1,
     epoch: int = 0,
     horizon: int = 1,
+    train_steps: int | None = None,
     workers: int = 1,
     test: Which = "all",
     test_seeds: int = 3,
@@ -100,6 +102,8 @@ def compare(
         repeats: how often every method is run, each time with another seed, for mean and spread.
         epoch: inner steps of an epoch, the least that Hyperband gives a trial. Default: a 27th of a run.
         horizon: how many steps ahead `greedy` looks.
+        train_steps: inner steps of a whole training run, if `fds` learns on shorter ones: for all other methods and for
+            every test. The values that `fds` ends with are then trained once for so long, and judged.
         workers: processes for each of the black-box methods; they make the task anew, so `recipe` is needed.
         test: which settings to train on all training data and test: "all" that were a method's best at some time,
             the "last" of each, or "none".
@@ -123,12 +127,31 @@ def compare(
     for name, count in (("repeats", repeats), ("workers", workers), ("test_seeds", test_seeds)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name}={count!r}: expected a whole number, at least 1.")
+    if workers > 1 and train_steps is not None:
+        raise ValueError(
+            "workers > 1 with train_steps: workers read a recipe, which has no such key; give one of the two."
+        )
     if workers > 1 and (recipe is None or dir is None):
         raise ValueError("workers are processes that make the task themselves: give `recipe` and `dir` too.")
     if test not in ("all", "last", "none"):
         raise ValueError(f"test={test!r}: expected 'all', 'last' or 'none'.")
+    longest = max(tuning.horizons)
+    if train_steps is not None and (isinstance(train_steps, bool) or not isinstance(train_steps, int)):
+        raise ValueError(f"train_steps={train_steps!r}: expected a whole number, or None for that of `steps`.")
+    if train_steps is not None and train_steps < longest:
+        raise ValueError(f"train_steps={train_steps}: `steps` has runs of {longest}; give at least as many.")
     setup = Setup(
-        task, rule, dict(hypers), tuning.horizons, tuning.outer_steps, outer, engine, tuning.seeds, epoch, horizon
+        task,
+        rule,
+        dict(hypers),
+        tuning.horizons,
+        tuning.outer_steps,
+        outer,
+        engine,
+        tuning.seeds,
+        epoch,
+        horizon,
+        train_steps or 0,
     )
     limit = parse_budget(budget, setup.steps)
     for method in wanted:
@@ -139,6 +162,7 @@ def compare(
             method.warm()
     settings = settings_of(tuning) | {"kind": KIND, "outer_steps": tuning.outer_steps, "epoch": epoch}
     settings |= {"horizon": horizon, "precision": precision, "test_seeds": test_seeds}
+    settings |= {} if train_steps is None else {"train_steps": train_steps}
     plan = {"methods": [m.name for m in wanted], "budget": budget, "repeats": repeats, "workers": workers, "test": test}
     if dir is None:
         with tempfile.TemporaryDirectory() as place:
@@ -166,6 +190,7 @@ class _Run:
     ):
         self.setup, self.methods, self.limit, self.dir = setup, methods, limit, dir
         self.precision, self.checkpoint_seconds, self.watcher = precision, checkpoint_seconds, watcher
+        self._traces = Traces()  # of the tests
         self.ledger, self.gave_up = Ledger(dir / "journal.jsonl"), dict[str, str]()
 
     def all(self, seed: int, repeats: int, count: int, test: Which, test_seeds: int, keep: bool = True) -> Comparison:
@@ -224,7 +249,7 @@ class _Run:
             if asked:
                 raise Stop
 
-        try_all(self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
+        try_all(self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress, self._traces)
 
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:

@@ -83,6 +83,7 @@ class Grid(Method):
 
     def run(self, arena: Arena) -> None:
         settings, steps = appendix_f(), arena.setup.steps
+        arena.recompile()
         known = {e.trial for e in arena.past()}
         for trial in order(arena.seed, len(settings)):
             if trial in known:
@@ -108,6 +109,7 @@ class GridHalving(Method):
 
     def run(self, arena: Arena) -> None:
         settings = appendix_f()
+        arena.recompile()
         alive = order(arena.seed, len(settings))
         for rung, steps in enumerate(halvings(arena.setup.steps)):
             found = []

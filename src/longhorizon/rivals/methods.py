@@ -14,7 +14,7 @@ from longhorizon.engines import Greedy
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, words_of
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
-from longhorizon.rivals.training import Judged, Trains
+from longhorizon.rivals.training import Judged, Training, Trains
 from longhorizon.tuning import OuterStep, Tuning, plain
 
 DRAW = 7  # a purpose of its own for random starts
@@ -90,6 +90,7 @@ def drive(arena: Arena, engine: Any) -> None:
         engine=engine,
         seed=arena.seed,
         seeds=setup.seeds,
+        traces=arena.traces,
         saved=saved and saved["tuning"],
     )
     counted: int = saved["counted"] if saved else 0  # in the outer step in progress
@@ -119,6 +120,23 @@ def drive(arena: Arena, engine: Any) -> None:
             saved_at = time.monotonic()
         if asked:
             raise Stop
+    if setup.steps > max(setup.horizons):
+        _whole(arena, tuning)
+
+
+def _whole(arena: Arena, tuning: Tuning) -> None:
+    """Learnt on shorter runs than the others train: the values it ended with, trained once in full and judged."""
+    setting, steps = plain(tuning.values), arena.setup.steps
+    if arena.found(tuning.outer_steps, steps) is None and not arena.purse.allows(steps):
+        return
+    one = Trial(
+        arena,
+        tuning.outer_steps,
+        setting,
+        lambda saved: Training(arena.problem(setting, tuning.outer_steps), arena.counter, saved),
+    )
+    one.to(steps)
+    one.forget()
 
 
 def _record(arena: Arena, record: OuterStep, counted: int) -> None:

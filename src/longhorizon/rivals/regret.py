@@ -1,6 +1,7 @@
 """How far each method is from the best known setting, over time, and the table of what came out.
 
-The best known setting is the best of all that were tested, of any method and seed. A method's score at a time is that
+The best known setting is the best of all that were tested, of any method and seed; or what one method chose in the end
+(`against`, the grid of the paper's Figure 1), and then regret may be below zero. A method's score at a time is that
 of the setting it would have chosen then, by validation loss. Scores are test scores where every such setting was
 tested, and validation scores otherwise; of accuracy if there is one, else of the loss.
 """
@@ -25,7 +26,7 @@ class Scores:
     Attributes:
         name: of the score, "test accuracy".
         of: by the evaluation's key; minus infinity where training diverged.
-        best: of all of them.
+        best: of all of them, or the mean over seeds of what the method `against` chose in the end.
         tolerance: one standard deviation between single trainings of the best: what regret counts as zero.
         lower: whether it is a loss, with its sign turned.
     """
@@ -66,7 +67,7 @@ class Row:
     failed: float  # evaluations that diverged or crashed
 
 
-def scores(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> Scores | None:
+def scores(evaluations: Sequence[Evaluation], tests: Sequence[Tested], against: str | None = None) -> Scores | None:
     """Scores of all incumbents, or None if there is none yet."""
     chosen = incumbents(evaluations)
     if not chosen:
@@ -79,15 +80,24 @@ def scores(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> Scores
         names = ["loss", *dict.fromkeys(name for e in chosen for name in e.metrics)]
     name = next((n for n in names if "accuracy" in n.lower()), "loss")
     lower = name == "loss"
-    of, spreads = {}, {}
+    of, singles = {}, {}
     for e in chosen:
         found = tested[e.key].get(name, []) if complete else [e.val_loss if lower else e.metrics.get(name)]
         known = [v for v in found if v is not None and math.isfinite(v)]
         diverged = len(known) < len(found) or not known
         of[e.key] = -math.inf if diverged else -mean(known) if lower else mean(known)
-        spreads[e.key] = stdev(known) if len(known) > 1 else 0.0
-    top = max(of, key=lambda key: of[key])
-    return Scores(f"{'test' if complete else 'validation'} {name}", of, of[top], spreads[top], lower)
+        singles[e.key] = known
+    if against is None:
+        tops = [max(of, key=lambda key: of[key])]
+    else:
+        tops = list({e.seed: e.key for e in chosen if e.method == against}.values())
+        if not tops or not all(math.isfinite(of[key]) for key in tops):
+            raise ValueError(
+                f"against={against!r}: it has chosen nothing that trains; run it, or measure from the best."
+            )
+    single = [v for key in tops for v in singles[key]]
+    tolerance = stdev(single) if len(single) > 1 else 0.0
+    return Scores(f"{'test' if complete else 'validation'} {name}", of, mean(of[key] for key in tops), tolerance, lower)
 
 
 def paths(evaluations: Sequence[Evaluation], clock: Clock) -> dict[str, dict[int, list[tuple[float, Evaluation]]]]:
@@ -99,9 +109,14 @@ def paths(evaluations: Sequence[Evaluation], clock: Clock) -> dict[str, dict[int
     return found
 
 
-def curves(evaluations: Sequence[Evaluation], tests: Sequence[Tested], clock: Clock = "seconds") -> list[Curve]:
+def curves(
+    evaluations: Sequence[Evaluation],
+    tests: Sequence[Tested],
+    clock: Clock = "seconds",
+    against: str | None = None,
+) -> list[Curve]:
     """Regret of every method against time, from where all its seeds have a setting to where its last evaluation was."""
-    known = scores(evaluations, tests)
+    known = scores(evaluations, tests, against)
     if known is None:
         return []
     ends: dict[str, float] = {}
@@ -120,9 +135,9 @@ def curves(evaluations: Sequence[Evaluation], tests: Sequence[Tested], clock: Cl
     return made
 
 
-def table(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> list[Row]:
+def table(evaluations: Sequence[Evaluation], tests: Sequence[Tested], against: str | None = None) -> list[Row]:
     """A row per method, the best first."""
-    known = scores(evaluations, tests)
+    known = scores(evaluations, tests, against)
     by_key = {t.key: t for t in tests}
     rows = []
     for method in dict.fromkeys(e.method for e in evaluations):

@@ -5,6 +5,7 @@ come to is trained once.
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from longhorizon.rivals.ledger import Evaluation, incumbents
 from longhorizon.rivals.packaged import OPTIMIZERS, retrain_packaged
 from longhorizon.rivals.space import hypers_for
 from longhorizon.rundir import append_line
+from longhorizon.traces import Traces
 from longhorizon.tuning import plain
 
 Which = Literal["all", "last", "none"]
@@ -61,20 +63,25 @@ def try_all(
     which: Which,
     seeds: int,
     progress: Callable[[int, int], None] | None = None,
+    traces: Traces | None = None,
 ) -> None:
     """Test what has not been tested yet."""
     known = read_tests(path)
     done = {t.key for t in known}
     by_key = {e.key: e for e in evaluations}
     scores = {_same(by_key[t.key]): t for t in known if t.key in by_key}
+    begun = path.with_name("testing.json")
     for e in to_test(evaluations, which):
         if e.key in done:
             continue
         twin = scores.get(_same(e))
-        found, status = (twin.scores, twin.status) if twin is not None else _test(setup, e, seeds, progress)
+        found, status = (
+            (twin.scores, twin.status) if twin is not None else _test(setup, e, seeds, progress, traces, begun)
+        )
         tested = Tested(*e.key, found, status)
         append_line(path, plain(vars(tested)))
         scores[_same(e)] = tested
+        begun.unlink(missing_ok=True)
 
 
 def _same(e: Evaluation) -> str:
@@ -82,14 +89,37 @@ def _same(e: Evaluation) -> str:
 
 
 def _test(
-    setup: Setup, e: Evaluation, seeds: int, progress: Callable[[int, int], None] | None
+    setup: Setup,
+    e: Evaluation,
+    seeds: int,
+    progress: Callable[[int, int], None] | None,
+    traces: Traces | None,
+    begun: Path,
 ) -> tuple[dict[str, list[Any]], str]:
+    """The scores of a setting, training by training; `begun` holds those of one that was stopped."""
     try:
         if e.method in OPTIMIZERS:
             return plain(retrain_packaged(setup, e.method, range(seeds), progress)), "ok"
         hypers = hypers_for(e.values, setup.hypers, setup.rule, setup.steps)
         values = {key: hyper.values() for key, hyper in hypers.items()}
-        found = retrain(setup.task, setup.rule, hypers, values, steps=setup.steps, seeds=seeds, progress=progress)
-        return plain({"loss": found.test_loss, **found.metrics}), "ok"
+        known = json.loads(begun.read_text()) if begun.exists() else {}
+        found: dict[str, list[Any]] = known["scores"] if known.get("key") == list(e.key) else {}
+        for seed in range(len(found.get("loss", [])), seeds):
+            one = retrain(
+                setup.task,
+                setup.rule,
+                hypers,
+                values,
+                steps=setup.steps,
+                seeds=[seed],
+                traces=traces,
+                progress=progress,
+            )
+            for name, scores in plain({"loss": one.test_loss, **one.metrics}).items():
+                found.setdefault(name, []).extend(scores)
+            partial = begun.with_suffix(".part")
+            partial.write_text(json.dumps({"key": list(e.key), "scores": found}))
+            os.replace(partial, begun)
+        return found, "ok"
     except (RuntimeError, ValueError, TypeError) as error:  # the user's test data or metric failed
         return {}, f"crashed: {words_of(error)}"

@@ -1,0 +1,222 @@
+"""What Figure 1, Appendix F and Figure 4's rival share: one protocol, and entrants that run one at a time.
+
+An entrant is a method with one seed: `fds-adjoint`, `bohb`. Each is a comparison of its own (`lh.compare`) in a folder
+of its own under `--work`, so one call can do one and another call the next, and a call that is stopped goes on where it
+was. `gathered` reads all that is there.
+
+The protocol is that of section 5.4 and Appendix C: WRN-16-1 on CIFAR-10, batches of 256, 5 % held out anew for every
+run, all values from zero, γ = 0.1, 0.15 and 4e-4 over ten outer steps, which is the range α ∈ [−1, 1], β ∈ [−1.5, 1.5],
+ξ ∈ [−4e-3, 4e-3] that every other method searches. A training run has 50 epochs.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import record
+from record import say
+
+import longhorizon as lh
+from longhorizon import data
+from longhorizon.rivals.arena import Arena
+from longhorizon.rivals.driver import Watcher
+from longhorizon.rivals.ledger import Evaluation, Ledger
+from longhorizon.rivals.registry import chosen
+from longhorizon.rivals.testing import Tested, read_tests
+
+EVERY = 60.0  # seconds between lines of progress
+USUAL = (1.0, 10.0)  # epochs of FDS's outer steps, the last one repeating
+PLAIN = "100000 runs"  # a budget that ends nobody: FDS, the grids and HD's single run end by themselves
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A method with what was chosen for it."""
+
+    method: str
+    engine: str = ""  # of fds: "adjoint" or "forward"
+    clip: float | None = None
+    horizons: tuple[float, ...] = ()  # of fds: epochs of its outer steps' training runs; a whole run without them
+    precision: str = "float32"
+
+    @property
+    def label(self) -> str:
+        clip = "" if self.clip is None else f"clip{self.clip:g}"
+        epochs = "" if self.horizons in ((), USUAL) else "epochs" + "+".join(f"{h:g}" for h in self.horizons)
+        parts = [self.method, self.engine, clip, epochs, "" if self.precision == "float32" else self.precision]
+        return "-".join(part for part in parts if part)
+
+    def differentiates(self, device: str) -> Any:
+        if not self.engine:
+            return "auto"
+        compiled = record.compiles("auto", device)  # the first run, of one epoch, is followed by long ones
+        kind = lh.Adjoint if self.engine == "adjoint" else lh.Forward
+        return kind(clip=self.clip, compile=compiled)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What these scripts take besides the usual."""
+    parser.add_argument("--epochs", type=float, default=50.0, help="of a training run")
+    parser.add_argument("--precision", choices=["float32", "tf32"], default="float32", help="of products on a GPU")
+    parser.add_argument("--test", choices=["all", "last", "none"], default="all", help="which choices to test")
+    parser.add_argument("--test-seeds", type=int, default=3, help="trainings per test")
+
+
+class Contest:
+    """The protocol, and a folder of entrants.
+
+    Args:
+        args: the options of a script.
+        name: of the folder.
+        windows: learning rates.
+    """
+
+    def __init__(self, args: argparse.Namespace, name: str, windows: int):
+        for what in ("epochs", "test_seeds"):
+            if not getattr(args, what) > 0:
+                raise SystemExit(f"--{what.replace('_', '-')} {getattr(args, what)}: expected more than nothing.")
+        self.args = args
+        settings: dict[str, Any] = {
+            "model": "wrn-16-1",
+            "batch_size": 256,
+            "val_fraction": 0.05,
+            "val_batch_size": 2500,
+            "outer_steps": 10,
+            "steps_of": {"lr": 0.1, "momentum": 0.15, "weight_decay": 4e-4},
+            "windows": {"lr": windows, "momentum": 1, "weight_decay": 1},
+            "epochs": args.epochs,
+        }
+        if args.smoke:
+            settings |= {"model": "lenet", "batch_size": 32, "val_batch_size": 100, "outer_steps": 3, "epochs": 0.5}
+        images = record.images("cifar10", args)
+        made = data.image_data(
+            images,
+            settings["batch_size"],
+            settings["val_fraction"],
+            val_batch_size=settings["val_batch_size"],
+            device=args.device,
+        )
+        self.task, self.rule, self.epoch = made.task(settings["model"]), lh.sgd(), made.steps_per_epoch
+        self.steps = max(windows, round(settings["epochs"] * self.epoch))
+        self.hypers = {
+            key: lh.Hyper(0.0, windows=settings["windows"][key], step=step)
+            for key, step in settings["steps_of"].items()
+        }
+        self.settings = settings | {"steps": self.steps, "steps_per_epoch": self.epoch}
+        self.settings |= {"data": record.title(images, args)}
+        self.folder = record.Work(args, name, self.settings).folder
+
+    def run(self, entrant: Entrant, seed: int, budget: str = PLAIN) -> None:
+        """Let an entrant go on with its budget, and test what it chose."""
+        args, label = self.args, f"{entrant.label}, seed {seed}"
+        place = self.folder / f"{entrant.label}-{seed}"
+        card = place / "entrant.json"
+        known = json.loads(card.read_text()) if card.exists() else {"sittings": []}
+        here = {k: v for k, v in record.environment(args.device.split(":")[0]).items() if k != "load_before"}
+        here |= {"tf32": entrant.precision == "tf32"} | ({"commit": args.commit} if args.commit else {})
+        content = asdict(entrant) | {"label": entrant.label, "seed": seed, "budget": budget, "test": args.test}
+        content |= {"sittings": [*known["sittings"], here]}
+        test_seeds = 2 if args.smoke else args.test_seeds
+        horizons = [self._shortened(h) for h in entrant.horizons] or [self.steps]
+        content |= {"steps": horizons, "test_seeds": test_seeds}
+        said = [time.monotonic()]
+
+        def told(e: Evaluation) -> None:
+            said[0] = time.monotonic()
+            if e.best or e.status.startswith("crashed") or entrant.method == "fds":
+                say(f"{label}, trial {e.trial + 1} of {e.steps} steps: {judged(e)} ({e.total_seconds:.0f} s so far)")
+
+        def ticks(arena: Arena, done: int) -> None:
+            if time.monotonic() - said[0] > EVERY:
+                said[0] = time.monotonic()
+                spent = sum(e.seconds for e in arena.past())
+                say(f"{label}: {len(arena.past())} evaluations in {spent:.0f} s, then {done} steps")
+
+        place.mkdir(parents=True, exist_ok=True)
+        record.write(card, content)
+        lh.compare(
+            self.task,
+            self.rule,
+            self.hypers,
+            steps=horizons,
+            train_steps=self.steps,
+            budget=budget,
+            methods=[entrant.method],
+            outer_steps=self.settings["outer_steps"],
+            engine=entrant.differentiates(args.device),
+            seed=seed,
+            epoch=self.epoch,
+            test=args.test,
+            test_seeds=test_seeds,
+            precision=entrant.precision,  # type: ignore[arg-type]
+            dir=place,
+            watcher=Watcher(on_evaluation=told, progress=ticks, note=say),
+        )
+        say(f"{label}: done")
+
+    def gathered(self) -> "Gathered":
+        return gathered(self.folder)
+
+    def _shortened(self, epochs: float) -> int:
+        """Steps of a training run of so many epochs, in proportion where a whole run is a size for tests."""
+        whole = self.args.epochs if self.args.smoke else self.settings["epochs"]
+        return max(self.settings["windows"]["lr"], round(self.steps * epochs / whole))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All entrants in a folder; methods are called by their labels.
+
+    A choice that was not tested (yet) counts as none, so that all scores are of the test set.
+    """
+
+    cards: list[dict[str, Any]]
+    evaluations: list[Evaluation]
+    tests: list[Tested]
+    untested: dict[str, int]  # choices that were not tested, by entrant
+
+
+def gathered(folder: Path) -> Gathered:
+    """What the entrants in a folder have done so far."""
+    cards, evaluations, tests, untested = [], [], [], {}
+    for path in sorted(folder.glob("*/entrant.json")):
+        card = json.loads(path.read_text())
+        journal = path.with_name("journal.jsonl")
+        own = Ledger(journal).all() if journal.exists() else []
+        known = [t for t in read_tests(path.with_name("tests.jsonl")) if t.scores]
+        keys = {t.key for t in known}
+        if missing := sum(e.best and e.key not in keys for e in own):
+            untested[f"{card['label']}-{card['seed']}"] = missing
+        if not keys:
+            continue
+        cards.append(card)
+        evaluations += [replace(e, method=card["label"], best=e.best and e.key in keys) for e in own]
+        tests += [replace(t, method=card["label"]) for t in known]
+    return Gathered(cards, evaluations, tests, untested)
+
+
+def judged(e: Evaluation) -> str:
+    """An evaluation's loss and accuracy in words."""
+    if not e.metrics:
+        return e.status
+    return f"val loss {e.val_loss:.4f}, accuracy {100 * e.metrics['accuracy']:.2f} %" + (", best" if e.best else "")
+
+
+def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Namespace) -> list[Entrant]:
+    """The entrants of these names; only `fds` has an engine to choose."""
+    try:
+        names = [method.name for method in chosen(names)]  # "all" is every one
+    except (ImportError, ValueError) as error:  # an unknown name, or a package that is not there
+        raise SystemExit(f"--methods {','.join(names)}: {error}") from None
+    clip = args.clip if args.clip is not None else 10.0 if args.engine == "forward" else None
+    if clip is not None and clip < 0:
+        raise SystemExit(f"--clip {clip:g}: expected a positive bound, or 0 for none.")
+    if not all(0 < h <= args.epochs for h in horizons):
+        raise SystemExit(
+            f"--horizons {args.horizons}: expected epochs, more than 0 and at most {args.epochs:g}, a run's."
+        )
+    fds = Entrant("fds", args.engine, clip or None, horizons, args.precision)
+    return [fds if name == "fds" else Entrant(name, precision=args.precision) for name in names]

@@ -1,0 +1,53 @@
+"""Traced and compiled steps that several runs share."""
+
+from longhorizon.inner import Inner
+from longhorizon.task import Task
+
+
+class Traces:
+    """What to hand to several calls that train one model by one rule, so that its step is compiled for the first only.
+
+    A traced step is a fixed list of operations, with every constant of the model and the loss in it. So share one
+    object between runs for as long as `task.model` and `task.loss` do the same thing; data, seeds, values and the
+    number of steps may differ.
+
+    Example:
+        >>> import torch, longhorizon as lh
+        >>> task = lh.Task(
+        ...     lambda: torch.nn.Linear(2, 1),
+        ...     lambda model, batch: model(batch).square().mean(),
+        ...     lambda seed: [torch.ones(4, 2)] * 3,
+        ...     lambda seed: [torch.ones(4, 2)],
+        ... )
+        >>> traces, rule, hypers = lh.Traces(), lh.sgd(), {"lr": lh.Hyper(0.1)}
+        >>> for seed in range(3):
+        ...     h = lh.hypergradient(
+        ...         task, rule, hypers, steps=3, seed=seed, engine=lh.Adjoint(compile=True), traces=traces
+        ...     )
+        >>> len(traces)  # a step and a step back
+        2
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Task, Inner]] = []
+
+    def __len__(self) -> int:
+        """How many steps have been traced."""
+        return sum(len(inner.cache) for _, inner in self._known)
+
+    def shared(self, task: Task, fresh: Inner) -> Inner:
+        """The inner step of an earlier run that does the same, with the weights of the fresh one; or the fresh one."""
+        if not all(p.requires_grad for p in fresh.functional.module.parameters()):
+            return fresh  # what is not trained is a constant of the trace
+        for other, inner in self._known:
+            if _same(task, other) and inner.rule == fresh.rule and inner.groups == fresh.groups:
+                inner.functional.module.load_state_dict(fresh.functional.module.state_dict())
+                return inner
+        self._known.append((task, fresh))
+        return fresh
+
+
+def _same(one: Task, other: Task) -> bool:
+    """Whether two tasks differ in their data at most."""
+    names = ("model", "loss", "val_loss", "val_mode", "metrics")
+    return all(getattr(one, name) is getattr(other, name) for name in names)
