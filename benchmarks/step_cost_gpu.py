@@ -1,6 +1,6 @@
 """What an inner step costs on a GPU, in compiled plain gradients: both engines, the published way, and JAX.
 
-    python benchmarks/step_cost_gpu.py                         WRN-16-1, batch 256: 8 minutes on an H200
+    python benchmarks/step_cost_gpu.py                         WRN-16-1, batch 256: 10 minutes on an H200
     python benchmarks/step_cost_gpu.py --device cpu --model lenet --batch 16 --counts 1,9        the same in small
 
 Settings and methods are those of step_cost.py (one state, the same tangents, one process, repeats round robin). Rows:
@@ -14,7 +14,7 @@ Settings and methods are those of step_cost.py (one state, the same tangents, on
     training step, adjoint              Adjoint(store="all"): the step forth, and forth and back
     JAX                                 jit(vmap(jvp(grad))), where JAX is installed (WRN-16-1 alone)
 
-Results: benchmarks/results/step_cost_MODEL_DEVICE.json; `profile` has the kernels that take most of the time.
+Results: benchmarks/results/step_cost_MODEL_DEVICE_PRECISION.json; `profile` has the kernels that take most of the time.
 """
 
 import argparse
@@ -256,14 +256,14 @@ def main() -> None:
     record = environment(args.device)
     record.pop("tf32", None)
     settings = {key: getattr(args, key) for key in ("model", "batch", "device", "repeats")}
-    content: dict[str, Any] = {"environment": record, "settings": settings, "rows": [], "profile": {}}
     exact, table = exact_results(args), Table(args)
     for precision in args.precisions:
         with around(precision):
-            content["profile"] |= measure(args, table, precision, exact)
-        content["rows"] = table.rows
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        Path(args.to, f"step_cost_{args.model}_{args.device}.json").write_text(text)
+            profile = measure(args, table, precision, exact)
+        rows = [row for row in table.rows if row["precision"] == precision]
+        content = {"environment": record, "settings": settings | {"precision": precision}}
+        text = json.dumps(content | {"rows": rows, "profile": profile}, indent=1, ensure_ascii=False) + "\n"
+        Path(args.to, f"step_cost_{args.model}_{args.device}_{precision}.json").write_text(text)
     for row in table.rows:
         n = "" if row["n"] is None else f"N={row['n']}"
         loop = f"{row['faster_than_loop']:6.2f} × loop" if "faster_than_loop" in row else ""

@@ -42,6 +42,43 @@ def step_cost() -> str:
     return _table(["gradients per step", *(f"N = {n}" for n in counts)], lines)
 
 
+def step_cost_gpu() -> str:
+    """Milliseconds, plain gradients and the ratio to the loop, by method and precision."""
+    found = {precision: _result(f"step_cost_wrn16_cuda_{precision}.json")["rows"] for precision in ("float32", "tf32")}
+    names = list(dict.fromkeys((row["method"], row["n"]) for row in found["float32"]))
+    wide = ("training step", "adjoint")  # the same for any number of values
+    lines = []
+    for name, n in names:
+        line = [name if n is None or name in wide else f"{name}, N = {n}"]
+        for rows in found.values():
+            row = next((row for row in rows if (row["method"], row["n"]) == (name, n)), None)
+            ratio = None if row is None or name == "training step" else row.get("faster_than_loop")
+            loop = "–" if ratio is None else f"{ratio:.1f}"
+            cells = ["–"] * 3 if row is None else [f"{row['ms']:.1f}", f"{row['compiled_gradients']:.1f}", loop]
+            line += [*cells, "–" if row is None else f"{row['error']:.0e}".replace("e-0", "e-")]
+        lines.append(line)
+    head = [f"{what}{of}" for of in ("", ", TF32") for what in ("ms", "gradients", "× loop", "error")]
+    return _table(["", *head], lines)
+
+
+def end_to_end() -> str:
+    """One outer step, all overheads included."""
+    result = _result("end_to_end_wrn-16-1_cuda.json")
+    rows = [
+        [
+            name,
+            f"{r['outer_step_s']:.1f}",
+            f"{r['ms_per_step']:.1f}",
+            f"{r['faster_than_loop']:.1f}",
+            f"{r['cold_start_s']:.0f}",
+        ]
+        for name, r in result["rows"].items()
+    ]
+    loop = result["loop_extrapolated_s"]
+    rows.append(["double-backward loop", f"{loop:.0f}", f"{1e3 * loop / result['settings']['steps']:.0f}", "1", "–"])
+    return _table(["", "seconds", "ms per step", "× loop", "compiling once, s"], rows)
+
+
 def memory() -> str:
     """Megabytes that a run needs, by method and number of steps."""
     cells = _result("memory.json")["cells"]
@@ -81,6 +118,8 @@ def compare() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "step_cost": step_cost,
+    "step_cost_gpu": step_cost_gpu,
+    "end_to_end": end_to_end,
     "memory": memory,
     "compare": compare,
 }

@@ -27,7 +27,7 @@ LAYERS = [
     ["functional"],
     ["batches"],
     ["task", "rules", "hypers"],
-    ["tree", "seeds", "cuda", "meter"],
+    ["tree", "seeds", "cuda", "meter", "normalise"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
