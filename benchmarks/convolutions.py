@@ -100,7 +100,7 @@ def products(channels: int, outputs: int, side: int, kind: int) -> dict[str, tup
         other = back(folded(grads), image, weights[:columns].flatten(0, 1).to(grad), None, *how, mask)[1]
         return one.unflatten(1, (columns, -1)).transpose(0, 1) + other.unflatten(0, (columns, -1))
 
-    convolve_op, spread_op, weigh_op = convolution.operations()
+    convolve_op, spread_op, weigh_op, _ = convolution.operations()
     found = {
         "convolution": (convolve_op, convolved, (images, weight, image, weights)),
         "weight gradient": (weigh_op, weighed, (images, grad, image, grads)),

@@ -100,7 +100,7 @@ def test_the_convolutions_of_columns_are_accurate(channels, outputs, side, pairs
 
     large, small = (channels, side * stride, side * stride), (outputs, side, side)
     weight = outputs, channels, taps, taps
-    convolve, spread, weigh = convolution.operations()
+    convolve, spread, weigh, precise = convolution.operations()
     products = {
         convolve: (column_products.convolved, large, weight),
         weigh: (column_products.weighed, large, small),
@@ -115,6 +115,9 @@ def test_the_convolutions_of_columns_are_accurate(channels, outputs, side, pairs
         exact = meaning([None if x is None else x.double() for x in given], kind, False)
         found = op(*given, kind, tf32)
         assert (found - exact).norm() <= (1e-3 if tf32 else 3e-5) * exact.norm(), op
+    image, kernel = draw(count, *large), draw(*weight)
+    found, exact = precise(image, kernel, kind), column_products.precise(image, kernel, kind)
+    assert (found - exact).norm() <= 1e-8 * exact.norm()  # the same bits, but for a rounding here and there
 
 
 def test_replay_is_exact_in_float32():

@@ -24,10 +24,10 @@ def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]
     """Put the operations of convolution.py where they apply.
 
     Args:
-        of_model: convolutions of the model itself. They stay in exact float32 where they are alone: which ReLUs are
-            open depends on their last bits.
+        of_model: convolutions of the model itself. Which ReLUs are open depends on their last bits, so in float32 they
+            are summed in float64.
     """
-    convolve, spread, weigh = convolution.operations()
+    convolve, spread, weigh, precise = convolution.operations()
     for node in list(graph.graph.nodes):
         if node.target is aten.convolution.default:
             _convolution(graph, node, convolve, tf32)
@@ -39,7 +39,7 @@ def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]
                 _join(graph, node, op)
     for node in list(graph.graph.nodes):
         if node.target is convolve and node.meta.get("was") in of_model:
-            _restore(graph, node)
+            _make_precise(graph, node, None if tf32 else precise)
 
 
 def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
@@ -190,13 +190,16 @@ def _source(node: fx.Node, op: Any) -> fx.Node | None:
     return node if node.target is op and len(node.users) == 1 else None
 
 
-def _restore(graph: fx.GraphModule, node: fx.Node) -> None:
-    """A convolution of the model itself that stands alone stays what it was."""
+def _make_precise(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
+    """A convolution of the model itself that stands alone; without an operation for it, what it was."""
     with graph.graph.inserting_before(node):
-        old = graph.graph.call_function(aten.convolution.default, node.meta["args"])
-        old.meta["val"] = node.meta["was"].meta["val"]
+        if op is None:
+            made = graph.graph.call_function(aten.convolution.default, node.meta["args"])
+        else:
+            made = graph.graph.call_function(op, (*node.meta["args"][:2], node.args[4]))
+        made.meta["val"] = node.meta["was"].meta["val"]
     for reader in list(node.users):
-        reader.replace_all_uses_with(old)
+        reader.replace_all_uses_with(made)
 
 
 def _kind(

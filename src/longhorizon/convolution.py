@@ -9,6 +9,7 @@ missing: every column's own image with what all share, and the image that all sh
     column_convolution       result[n, i] = images[n, i] * weight + image[i] * weights[n]
     column_input_gradient    the same, from gradients of the result, at stride two (at stride one it is a convolution)
     column_weight_gradient   result[n] = images[n] by grad + image by grads[n]
+    precise_convolution      image * weight of the model itself, summed in float64
 
 Measured by benchmarks/convolutions.py.
 """
@@ -110,11 +111,21 @@ def operations() -> tuple[Callable[..., Tensor], ...]:
         first, other, columns = read((images, grad, image, grads))
         return first.new_empty(columns, other.shape[-3], first.shape[-3], KINDS[how][0], KINDS[how][0])
 
+    @torch.library.custom_op("longhorizon::precise_convolution", mutates_args=())
+    def precise(image: Tensor, weight: Tensor, how: int) -> Tensor:
+        return _precise(image, weight, how)
+
+    @precise.register_fake
+    def _(image: Tensor, weight: Tensor, how: int) -> Tensor:
+        side = image.shape[-1] // KINDS[how][2]
+        return image.new_empty(image.shape[0], weight.shape[0], side, side)
+
     ops: Any = torch.ops.longhorizon
     return (
         ops.column_convolution.default,
         ops.column_input_gradient.default,
         ops.column_weight_gradient.default,
+        ops.precise_convolution.default,
     )
 
 
@@ -144,6 +155,25 @@ def _convolve(pairs: Pairs, how: int, tf32: bool) -> Tensor:
     return result
 
 
+def _precise(image: Tensor, weight: Tensor, how: int) -> Tensor:
+    taps, _, stride = KINDS[how]
+    count, channels, side = image.shape[0], image.shape[1], image.shape[-1] // stride
+    outputs = weight.shape[0]
+    lines = (_ROWS - 1) * stride + 3
+    plane = _plane(lines, side * stride, (8, 24) if stride == 1 else (16,), 32)
+    pairs = (image, weight, None, None)
+    tiles, pixels = 2, 4
+    run = _kernel("precise", pairs, taps, stride, side, channels, outputs, lines, plane, tiles, pixels, False)
+    result = image.new_empty(count, outputs, side, side)
+    threads = 32 * (outputs // 8 // tiles) * (_ROWS * side // 8 // pixels)
+    padded = F.pad(weight, (0, 0, 0, 0, 0, -channels % 4))
+    parts = padded.reshape(outputs // 8, 8, -(-channels // 4), 4, taps * taps)
+    ready = parts.permute(4, 2, 0, 1, 3).contiguous()
+    memory = -(-channels // 4) * 4 * plane
+    run((side // _ROWS * count, 1, 1), threads, memory, (image, ready), [result, count])
+    return result
+
+
 def _spread(pairs: Pairs, how: int, tf32: bool) -> Tensor:
     first, kernel, columns = read(pairs)
     taps, _, stride = KINDS[how]
@@ -170,16 +200,17 @@ def _weigh(pairs: Pairs, how: int, tf32: bool) -> Tensor:
     group = min(_padded(channels), 32 if outputs <= 32 else 16)
     tiles, across = min(2, outputs // 16), 2 if outputs == 16 and group == 16 and not tf32 else 1
     warps = (outputs // 16 // tiles) * (group // 8 // across)
-    shares = 4 if outputs == 16 else max(1, 4 // warps)
+    shares = 1 if channels > group else 4 if outputs == 16 else max(1, 4 // warps)
     lines = (_ROWS - 1) * stride + 3
     plane = _plane(lines, side * stride, (4,), 8)
     more = (("GROUP", group), ("SHARES", shares))
     run = _kernel("weigh", pairs, taps, stride, side, channels, outputs, lines, plane, tiles, across, tf32, more)
     groups = -(-channels // group)
-    per_part = -(-count // max(1, min(count, _PROGRAMS // (columns * groups))))
-    parts = -(-count // per_part)
-    result = first.new_empty(parts * shares, columns, outputs, channels, taps, taps)
-    memory = group * plane + outputs * (_ROWS * side + 4)
+    units = count * side // _ROWS
+    per_part = -(-units // max(1, min(units, _PROGRAMS // (columns * groups))))
+    parts = -(-units // per_part)
+    result = first.new_empty(parts, columns, outputs, channels, taps, taps)
+    memory = max(group * plane + outputs * (_ROWS * side + 4), outputs * channels * taps**2 if shares > 1 else 0)
     run((parts, columns, groups), 32 * warps * shares, memory, pairs, [result, columns, count, per_part])
     return result.sum(0)
 
@@ -240,7 +271,9 @@ def _built(name: str, macros: tuple[tuple[str, int], ...]) -> Callable[..., None
     kernel: Any = torch.cuda._compile_kernel(defined + source, name)
     configured = 0
 
-    def run(grid: tuple[int, int, int], threads: int, floats: int, tensors: Pairs, others: list[Any]) -> None:
+    def run(
+        grid: tuple[int, int, int], threads: int, floats: int, tensors: tuple[Tensor | None, ...], others: list[Any]
+    ) -> None:
         nonlocal configured
         if floats * 4 >= 48 * 1024 and configured < floats:
             kernel.set_shared_memory_config(floats * 4)

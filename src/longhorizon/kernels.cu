@@ -279,7 +279,7 @@ __device__ __forceinline__ void weigh_one(float (&sum)[M][T][TAPS * TAPS][4], fl
     }
 }
 
-// result[part, n] = sum over a part of the images of grads[n] by image, plus grad by images[n]
+// result[part, n] = sum over a part of the strips of all images, of grads[n] by image, plus grad by images[n]
 extern "C" __global__ void __launch_bounds__(THREADS)
 weigh(const float *images, const float *grad, const float *image, const float *grads, float *result, int columns, int count,
       int per_part) {
@@ -288,31 +288,102 @@ weigh(const float *images, const float *grad, const float *image, const float *g
     const int n = blockIdx.y, part = blockIdx.x, channel = blockIdx.z * GROUP;
     float sum[M][T][TAPS * TAPS][4] = {};
     fill_with_zeros(tile, GROUP * PLANE);
-    for (int i = part * per_part; i < min(count, (part + 1) * per_part); i++) {
+    for (int unit = part * per_part; unit < min(count * STRIPS, (part + 1) * per_part); unit++) {
+        const int i = unit / STRIPS, strip = unit % STRIPS;
         const long long place = (long long)n * count + i;
-        for (int strip = 0; strip < STRIPS; strip++) {
-            if (OWN)
-                weigh_one(sum, tile, flat, grad + (long long)i * (O * SIDE * SIDE),
-                          images + (place * C + channel) * LARGE * LARGE, strip);
-            if (SHARED)
-                weigh_one(sum, tile, flat, grads + place * (O * SIDE * SIDE),
-                          image + ((long long)i * C + channel) * LARGE * LARGE, strip);
-        }
+        if (OWN)
+            weigh_one(sum, tile, flat, grad + (long long)i * (O * SIDE * SIDE),
+                      images + (place * C + channel) * LARGE * LARGE, strip);
+        if (SHARED)
+            weigh_one(sum, tile, flat, grads + place * (O * SIDE * SIDE),
+                      image + ((long long)i * C + channel) * LARGE * LARGE, strip);
     }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int across = warp % ACROSS, down = warp / ACROSS % DOWN, share = warp / ACROSS / DOWN;
-    float *to = result + ((long long)(part * SHARES + share) * columns + n) * (O * C * TAPS * TAPS);
+    float *to = result + ((long long)part * columns + n) * (O * C * TAPS * TAPS);
+    float *shared_sum = SHARES > 1 ? tile : to;  // shares are added one after the other, always in the same order
+    for (int turn = 0; turn < SHARES; turn++) {
+        __syncthreads();
+        if (share == turn) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int c = 0; c < T; c++)
+#pragma unroll
+                    for (int tap = 0; tap < TAPS * TAPS; tap++)
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            int o = (across * M + m) * 16 + g + k / 2 * 8;
+                            int into = channel + (down * T + c) * 8 + t * 2 + k % 2;
+                            float *here = shared_sum + (o * C + into) * TAPS * TAPS + tap;
+                            if (into < C) *here = (turn ? *here : 0) + sum[m][c][tap][k];
+                        }
+        }
+    }
+    if (SHARES > 1) {  // then there is one group of channels
+        __syncthreads();
+        for (int i = threadIdx.x; i < O * C * TAPS * TAPS; i += blockDim.x) to[i] = shared_sum[i];
+    }
+}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The model's own convolution, summed in float64: what a ReLU does depends on its last bits. A warp makes M tiles of 8
+// outputs by T tiles of 8 pixels; weights come as [tap][channels / 4][outputs / 8][lane].
+
+#ifdef PRECISE
+
+#define LARGE (SIDE * STRIDE)
+#define ACROSS (O / 8 / M)
+#define THREADS (32 * ACROSS * (ROWS * ALONG / T))
+#define QUARTERS ((C + 3) / 4)
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+precise(const float *image, const float *weight, float *result, int count) {
+    extern __shared__ float4 memory[];
+    float *tile = (float *)memory;
+    const int strip = blockIdx.x % STRIPS;
+    const long long place = blockIdx.x / STRIPS;
+    fill_with_zeros(tile, QUARTERS * 4 * PLANE);
+    __syncthreads();
+    load_with_margin<C, LARGE>(tile, image + place * (C * LARGE * LARGE), strip * ROWS * STRIDE);
+    __syncthreads();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int across = warp % ACROSS, first = warp / ACROSS * T;
+    const float *mine = tile + t * PLANE + g * STRIDE + 3;
+    weight += across * M * 32 + lane;
+    double sum[M][T][2] = {};
+#pragma unroll 1
+    for (int dy = FIRST; dy < FIRST + TAPS; dy++) {
+#pragma unroll 1
+        for (int dx = FIRST; dx < FIRST + TAPS; dx++) {
+#pragma unroll 2
+            for (int step = 0; step < QUARTERS; step++) {
+                double a[M];
+#pragma unroll
+                for (int m = 0; m < M; m++)
+                    a[m] = weight[((((dy - FIRST) * TAPS + dx - FIRST) * QUARTERS + step) * (O / 8) + m) * 32];
+#pragma unroll
+                for (int i = 0; i < T; i++) {
+                    int here = first + i;
+                    double b = mine[step * 4 * PLANE + (here / ALONG * STRIDE + dy) * PITCH(LARGE) +
+                                    here % ALONG * 8 * STRIDE + dx];
+#pragma unroll
+                    for (int m = 0; m < M; m++)
+                        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                            : "+d"(sum[m][i][0]), "+d"(sum[m][i][1])
+                            : "d"(a[m]), "d"(b));
+                }
+            }
+        }
+    }
+    float *to = result + ((place * O + across * M * 8 + g) * SIDE + strip * ROWS) * SIDE + t * 2;
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int c = 0; c < T; c++)
-#pragma unroll
-            for (int tap = 0; tap < TAPS * TAPS; tap++)
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    int o = (across * M + m) * 16 + g + k / 2 * 8, into = channel + (down * T + c) * 8 + t * 2 + k % 2;
-                    if (into < C) to[(o * C + into) * TAPS * TAPS + tap] = sum[m][c][tap][k];
-                }
+        for (int i = 0; i < T; i++)
+            *(float2 *)(to + m * 8 * SIDE * SIDE + (first + i) * 8) = make_float2(sum[m][i][0], sum[m][i][1]);
 }
 
 #endif
