@@ -20,7 +20,7 @@ from environment import RESULTS, environment
 from torch import Tensor
 from torch.nn import functional as F
 
-from longhorizon import convolution
+from longhorizon import convolution, kernels
 from longhorizon.cuda import precision
 
 COLUMNS, COUNT = 10, 256
@@ -66,7 +66,7 @@ def folded(x: Tensor) -> Tensor:
 
 def products(channels: int, outputs: int, side: int, kind: int) -> dict[str, tuple[Any, Callable[[Any], Tensor], Any]]:
     """Per operation: ours, cuDNN's way, and the tensors."""
-    taps, padding, stride = convolution.KINDS[kind]
+    taps, padding, stride = kernels.KINDS[kind]
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -130,7 +130,7 @@ def main() -> None:
                         "cudnn": lambda torchs=torchs, t=tensors: torchs(t),
                     }
                     row: dict[str, Any] = {"operation": name, "channels": channels, "outputs": outputs, "side": side}
-                    row |= {"taps": convolution.KINDS[kind][0], "stride": convolution.KINDS[kind][2]}
+                    row |= {"taps": kernels.KINDS[kind][0], "stride": kernels.KINDS[kind][2]}
                     row["precision"] = kind_of
                     for way, run in ways.items():
                         error = float((run()[-1] - exact).norm() / exact.norm())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longhorizon import convolution
+from longhorizon import kernels
 
 
 def stacked(pairs: Any, one: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -20,19 +20,19 @@ def stacked(pairs: Any, one: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 def convolved(pairs: Any, how: int, tf32: bool) -> Tensor:
     """What column_convolution means."""
-    _, padding, stride = convolution.KINDS[how]
+    _, padding, stride = kernels.KINDS[how]
     return stacked(pairs, lambda x, w: F.conv2d(x, w, padding=padding, stride=stride))
 
 
 def spread(pairs: Any, how: int, tf32: bool) -> Tensor:
     """What column_input_gradient means."""
-    _, padding, stride = convolution.KINDS[how]
+    _, padding, stride = kernels.KINDS[how]
     return stacked(pairs, lambda g, w: F.conv_transpose2d(g, w, padding=padding, stride=stride, output_padding=1))
 
 
 def weighed(pairs: Any, how: int, tf32: bool) -> Tensor:
     """What column_weight_gradient means."""
-    taps, padding, stride = convolution.KINDS[how]
+    taps, padding, stride = kernels.KINDS[how]
 
     def one(x: Tensor, g: Tensor) -> Tensor:
         shape = (g.shape[1], x.shape[1], taps, taps)
@@ -43,5 +43,5 @@ def weighed(pairs: Any, how: int, tf32: bool) -> Tensor:
 
 def precise(image: Tensor, weight: Tensor, how: int) -> Tensor:
     """What precise_convolution means."""
-    _, padding, stride = convolution.KINDS[how]
+    _, padding, stride = kernels.KINDS[how]
     return F.conv2d(image.double(), weight.double(), padding=padding, stride=stride).to(image.dtype)

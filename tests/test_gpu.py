@@ -7,7 +7,7 @@ from torch import nn
 
 import column_products
 import longhorizon as lh
-from longhorizon import convolution
+from longhorizon import convolution, kernels
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.training import Counter
@@ -75,7 +75,7 @@ def test_float32_is_near_float64(engine, reference):
     assert_close(hypergradient(engine, dtype=torch.float32), reference, 1e-3)
 
 
-@pytest.mark.parametrize("kind", range(len(convolution.KINDS)))
+@pytest.mark.parametrize("kind", range(len(kernels.KINDS)))
 @pytest.mark.parametrize(
     ("channels", "outputs", "side", "pairs", "tf32"),
     [
@@ -92,7 +92,7 @@ def test_float32_is_near_float64(engine, reference):
 def test_the_convolutions_of_columns_are_accurate(channels, outputs, side, pairs, tf32, kind):
     """Against float64. Each product may be missing; a part of the images is left over in the sums of weights."""
     generator = torch.Generator().manual_seed(0)
-    taps, _, stride = convolution.KINDS[kind]
+    taps, _, stride = kernels.KINDS[kind]
     columns, count = 3, 261
 
     def draw(*shape):

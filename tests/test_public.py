@@ -23,6 +23,7 @@ LAYERS = [
     ["swaps"],
     ["columns"],
     ["convolution"],
+    ["kernels"],
     ["inner"],
     ["functional"],
     ["batches"],

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longhorizon import convolution
+from longhorizon import convolution, kernels
 
 aten = torch.ops.aten
 
@@ -40,6 +40,9 @@ def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]
     for node in list(graph.graph.nodes):
         if node.target is convolve and node.meta.get("was") in of_model:
             _make_precise(graph, node, None if tf32 else precise)
+    graph.graph.eliminate_dead_code()
+    if convolution.available():
+        convolution.prepare(graph.graph.nodes)
 
 
 def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
@@ -205,14 +208,14 @@ def _make_precise(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
 def _kind(
     weight: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, output_padding: Any, groups: Any
 ) -> int | None:
-    """Which of convolution.KINDS it is."""
+    """Which of kernels.KINDS it is."""
     shape = _shape(weight)
     if len(shape) != 4 or shape[2] != shape[3] or (transposed, groups) != (False, 1):
         return None
     if len({*stride}) != 1 or len({*padding}) != 1 or {*dilation} != {1}:
         return None
     kind = (shape[2], padding[0], stride[0])
-    return convolution.KINDS.index(kind) if kind in convolution.KINDS else None
+    return kernels.KINDS.index(kind) if kind in kernels.KINDS else None
 
 
 def _only_reader(node: fx.Node, target: Any) -> fx.Node | None:

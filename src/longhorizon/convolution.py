@@ -14,23 +14,21 @@ missing: every column's own image with what all share, and the image that all sh
 Measured by benchmarks/convolutions.py.
 """
 
-import importlib.resources
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
+
+from longhorizon import kernels
+from longhorizon.kernels import KINDS, Size
 
 CHANNELS = (*range(1, 9), 16, 32, 64)
 OUTPUTS = (16, 32, 64)
 SIDES = (8, 16, 32)
-KINDS = ((3, 1, 1), (3, 1, 2), (1, 0, 2))  # taps, padding, stride
 ENOUGH = 2**14  # pixels of the smaller image that pay
-
-_ROWS = 8  # of a strip of an image that one program deals with
-_PROGRAMS = 528  # of a weight gradient: four for each multiprocessor of an H200
 
 Pairs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -53,7 +51,9 @@ def suits(count: int, channels: int, outputs: int, sides: tuple[int, ...], like:
 @cache
 def available() -> bool:
     """Whether this torch can build kernels, on a device that has TF32."""
-    return hasattr(torch.cuda, "_compile_kernel") and torch.cuda.get_device_capability() >= (8, 0)
+    if not torch.cuda.is_available() or not hasattr(torch.cuda, "_compile_kernel"):
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def arranged(weight: Tensor) -> Tensor:
@@ -139,80 +139,79 @@ def read(pairs: Pairs) -> tuple[Tensor, Tensor, int]:
     return image, own, own.shape[0]
 
 
-def _convolve(pairs: Pairs, how: int, tf32: bool) -> Tensor:
-    first, kernel, columns = read(pairs)
-    taps, _, stride = KINDS[how]
-    count, channels, side = first.shape[-4], first.shape[-3], first.shape[-1] // stride
-    outputs = kernel.shape[-4]
-    tiles, pixels = min(2, outputs // 16), 4
-    lines = (_ROWS - 1) * stride + 3
-    plane = _plane(lines, side * stride, (8, 24) if stride == 1 else (16,), 32)
-    run = _kernel("convolve", pairs, taps, stride, side, channels, outputs, lines, plane, tiles, pixels, tf32)
-    result = first.new_empty(columns, count, outputs, side, side)
-    threads = 32 * (outputs // 16 // tiles) * (_ROWS * side // 8 // pixels)
-    memory = _padded(channels) * plane
-    run((columns * side // _ROWS * count, 1, 1), threads, memory, _arranged(pairs), [result, columns, count])
+def prepare(nodes: Iterable[fx.Node]) -> None:
+    """Begin to build the kernels of a graph's operations; it takes seconds, and there is other work meanwhile."""
+    convolve, spread, weigh, precise = operations()
+    for node in nodes:
+        given: Any = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
+        if node.target is convolve:
+            kernels.prepare(kernels.convolve(_size_of_convolution(tuple(given[:4]), *given[4:])))
+        elif node.target is spread:
+            kernels.prepare(kernels.spread(_size_of_spread(tuple(given[:4]), *given[4:])))
+        elif node.target is weigh:
+            kernels.prepare(kernels.weigh(_size_of_weigh(tuple(given[:4]), *given[4:])))
+        elif node.target is precise:
+            kernels.prepare(kernels.precise(_size_of_precise(*given)))
+
+
+def _size(
+    pairs: Pairs, columns: int, count: int, channels: int, outputs: int, side: int, kind: int, tf32: bool
+) -> Size:
+    return Size(columns, count, channels, outputs, side, kind, tf32, pairs[0] is not None, pairs[2] is not None)
+
+
+def _size_of_convolution(pairs: Pairs, kind: int, tf32: bool) -> Size:
+    image, weight, columns = read(pairs)
+    count, channels, side = image.shape[-4], image.shape[-3], image.shape[-1] // KINDS[kind][2]
+    return _size(pairs, columns, count, channels, weight.shape[-4], side, kind, tf32)
+
+
+def _size_of_precise(image: Tensor, weight: Tensor, kind: int) -> Size:
+    return _size_of_convolution((image[None], weight, None, None), kind, False)
+
+
+def _size_of_spread(pairs: Pairs, kind: int, tf32: bool) -> Size:
+    grad, weight, columns = read(pairs)
+    return _size(pairs, columns, grad.shape[-4], weight.shape[-3], weight.shape[-4], grad.shape[-1], kind, tf32)
+
+
+def _size_of_weigh(pairs: Pairs, kind: int, tf32: bool) -> Size:
+    image, grad, columns = read(pairs)
+    return _size(pairs, columns, image.shape[-4], image.shape[-3], grad.shape[-3], grad.shape[-1], kind, tf32)
+
+
+def _convolve(pairs: Pairs, kind: int, tf32: bool) -> Tensor:
+    size = _size_of_convolution(pairs, kind, tf32)
+    result = read(pairs)[0].new_empty(size.columns, size.count, size.outputs, size.side, size.side)
+    kernels.run(kernels.convolve(size), _arranged(pairs), [result, size.columns, size.count])
     return result
 
 
-def _precise(image: Tensor, weight: Tensor, how: int) -> Tensor:
-    taps, _, stride = KINDS[how]
-    count, channels, side = image.shape[0], image.shape[1], image.shape[-1] // stride
-    outputs = weight.shape[0]
-    lines = (_ROWS - 1) * stride + 3
-    plane = _plane(lines, side * stride, (8, 24) if stride == 1 else (16,), 32)
-    pairs = (image, weight, None, None)
-    tiles, pixels = 2, 4
-    run = _kernel("precise", pairs, taps, stride, side, channels, outputs, lines, plane, tiles, pixels, False)
-    result = image.new_empty(count, outputs, side, side)
-    threads = 32 * (outputs // 8 // tiles) * (_ROWS * side // 8 // pixels)
-    padded = F.pad(weight, (0, 0, 0, 0, 0, -channels % 4))
-    parts = padded.reshape(outputs // 8, 8, -(-channels // 4), 4, taps * taps)
-    ready = parts.permute(4, 2, 0, 1, 3).contiguous()
-    memory = -(-channels // 4) * 4 * plane
-    run((side // _ROWS * count, 1, 1), threads, memory, (image, ready), [result, count])
-    return result
-
-
-def _spread(pairs: Pairs, how: int, tf32: bool) -> Tensor:
-    first, kernel, columns = read(pairs)
-    taps, _, stride = KINDS[how]
-    count, channels, side = first.shape[-4], first.shape[-3], first.shape[-1]
-    outputs = kernel.shape[-3]
-    tiles = min(2, outputs // 16)
-    pixels = 4 // tiles
-    plane = _plane(_ROWS + 2, side, (8, 24), 32)
-    run = _kernel("spread", pairs, taps, stride, side, channels, outputs, _ROWS + 2, plane, tiles, pixels, tf32)
-    result = first.new_empty(columns, count, outputs, side * stride, side * stride)
-    threads = 32 * (outputs // 16 // tiles) * (_ROWS * side // 8 // pixels)
+def _spread(pairs: Pairs, kind: int, tf32: bool) -> Tensor:
+    size = _size_of_spread(pairs, kind, tf32)
+    result = read(pairs)[0].new_empty(size.columns, size.count, size.channels, 2 * size.side, 2 * size.side)
     images, weight, image, weights = pairs
     turned = _arranged((images, _turned(weight), image, _turned(weights)))
-    memory = _padded(channels) * plane
-    run((columns * side // _ROWS * count, 1, 1), threads, memory, turned, [result, columns, count])
+    kernels.run(kernels.spread(size), turned, [result, size.columns, size.count])
     return result
 
 
-def _weigh(pairs: Pairs, how: int, tf32: bool) -> Tensor:
-    first, other, columns = read(pairs)
-    taps, _, stride = KINDS[how]
-    count, channels, side = first.shape[-4], first.shape[-3], other.shape[-1]
-    outputs = other.shape[-3]
-    group = min(_padded(channels), 32 if outputs <= 32 else 16)
-    tiles, across = min(2, outputs // 16), 2 if outputs == 16 and group == 16 and not tf32 else 1
-    warps = (outputs // 16 // tiles) * (group // 8 // across)
-    shares = 1 if channels > group else 4 if outputs == 16 else max(1, 4 // warps)
-    lines = (_ROWS - 1) * stride + 3
-    plane = _plane(lines, side * stride, (4,), 8)
-    more = (("GROUP", group), ("SHARES", shares))
-    run = _kernel("weigh", pairs, taps, stride, side, channels, outputs, lines, plane, tiles, across, tf32, more)
-    groups = -(-channels // group)
-    units = count * side // _ROWS
-    per_part = -(-units // max(1, min(units, _PROGRAMS // (columns * groups))))
-    parts = -(-units // per_part)
-    result = first.new_empty(parts, columns, outputs, channels, taps, taps)
-    memory = max(group * plane + outputs * (_ROWS * side + 4), outputs * channels * taps**2 if shares > 1 else 0)
-    run((parts, columns, groups), 32 * warps * shares, memory, pairs, [result, columns, count, per_part])
+def _weigh(pairs: Pairs, kind: int, tf32: bool) -> Tensor:
+    size = _size_of_weigh(pairs, kind, tf32)
+    plan, taps = kernels.weigh(size), KINDS[kind][0]
+    result = read(pairs)[0].new_empty(plan.parts, size.columns, size.outputs, size.channels, taps, taps)
+    kernels.run(plan, pairs, [result, size.columns, size.count, plan.per_part])
     return result.sum(0)
+
+
+def _precise(image: Tensor, weight: Tensor, kind: int) -> Tensor:
+    size = _size_of_precise(image, weight, kind)
+    result = image.new_empty(size.count, size.outputs, size.side, size.side)
+    padded = F.pad(weight, (0, 0, 0, 0, 0, -size.channels % 4))
+    parts = padded.reshape(size.outputs // 8, 8, -(-size.channels // 4), 4, weight.shape[-1] ** 2)
+    ready = parts.permute(4, 2, 0, 1, 3).contiguous()
+    kernels.run(kernels.precise(size), (image, ready), [result, size.count])
+    return result
 
 
 def _arranged(pairs: Pairs) -> Pairs:
@@ -228,58 +227,3 @@ def _arranged(pairs: Pairs) -> Pairs:
 def _turned(weight: Tensor | None) -> Tensor | None:
     """Channels and outputs change places."""
     return weight if weight is None else weight.transpose(-4, -3)
-
-
-def _padded(channels: int) -> int:
-    return -(-channels // 8) * 8
-
-
-def _plane(lines: int, side: int, wanted: tuple[int, ...], modulo: int) -> int:
-    """Floats of one channel of a strip in shared memory, so that the lanes of a warp read from different banks."""
-    enough = lines * (side + 4) + 4
-    while enough % modulo not in wanted:
-        enough += 4
-    return enough
-
-
-def _kernel(
-    name: str,
-    pairs: Pairs,
-    taps: int,
-    stride: int,
-    side: int,
-    channels: int,
-    outputs: int,
-    lines: int,
-    plane: int,
-    tiles: int,
-    across: int,
-    tf32: bool,
-    more: tuple[tuple[str, int], ...] = (),
-) -> Callable[..., None]:
-    """A kernel built for these sizes: `run(grid, threads, floats of shared memory, tensors, other arguments)`."""
-    sizes = (("C", channels), ("O", outputs), ("SIDE", side), ("TAPS", taps), ("STRIDE", stride), ("ROWS", _ROWS))
-    form = (("LINES", lines), ("PLANE", plane), ("TERMS", 1 if tf32 else 3), ("M", tiles), ("T", across), *more)
-    which = (("OWN", int(pairs[0] is not None)), ("SHARED", int(pairs[2] is not None)))
-    return _built(name, (*sizes, *form, *which))
-
-
-@cache
-def _built(name: str, macros: tuple[tuple[str, int], ...]) -> Callable[..., None]:
-    source = importlib.resources.files("longhorizon").joinpath("kernels.cu").read_text("utf-8")
-    defined = "".join(f"#define {macro} {value}\n" for macro, value in (*macros, (name.upper(), 1)))
-    kernel: Any = torch.cuda._compile_kernel(defined + source, name)
-    configured = 0
-
-    def run(
-        grid: tuple[int, int, int], threads: int, floats: int, tensors: tuple[Tensor | None, ...], others: list[Any]
-    ) -> None:
-        nonlocal configured
-        if floats * 4 >= 48 * 1024 and configured < floats:
-            kernel.set_shared_memory_config(floats * 4)
-            configured = floats
-        there = next(x for x in tensors if x is not None)
-        given = [there if x is None else x.contiguous() for x in tensors]  # one that is missing is not read
-        kernel(grid, (threads, 1, 1), [*given, *others], shared_mem=floats * 4)
-
-    return run
