@@ -2,9 +2,11 @@
 
 from longhorizon.engines import (
     Adjoint,
+    Factorial,
     FiniteDifference,
     Forward,
     Greedy,
+    Hybrid,
     Progress,
     ReplayError,
     hypergradient,
@@ -42,6 +44,8 @@ __all__ = [
     "Forward",
     "Adjoint",
     "Greedy",
+    "Factorial",
+    "Hybrid",
     "FiniteDifference",
     # Tuning: the outer loop
     "tune",

@@ -39,6 +39,7 @@ class Problem:
     start: State
     batches: Batches
     val: list[Any]
+    reach: dict[str, Tensor] | None = None  # γ: how far the outer step will move each value, where it is known
 
     def __post_init__(self) -> None:
         params = self.start.params

@@ -22,7 +22,7 @@ from longhorizon.rules import Rule
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
-from longhorizon.tuning import OuterStep, Tuning
+from longhorizon.tuning import Gates, OuterStep, Tuning
 
 MEASURED = "hessian_product_error"  # in the record of the environment
 
@@ -61,6 +61,7 @@ def tune(
     engine: Engine | Literal["auto"] = "auto",
     seed: int = 0,
     seeds: int = 1,
+    gate: Gates = "off",
     precision: Precision = "float32",
     dir: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 30.0,
@@ -84,6 +85,8 @@ def tune(
         engine: how to differentiate; see `hypergradient`.
         seed: of everything.
         seeds: training runs to average each hypergradient over.
+        gate: what a value does whose hypergradient is doubted (see `OuterStep.doubts`): "off" moves it all the same,
+            "wait" leaves it where it is for this outer step, "shrink" also halves its γ.
         precision: of float32 products on a GPU, "float32" or "tf32"; see `hypergradient`.
         dir: where to keep the run. If the same run is there already it goes on where it stopped.
         checkpoint_seconds: how often to save inside a training run.
@@ -105,6 +108,7 @@ def tune(
         "engine": engine,
         "seed": seed,
         "seeds": seeds,
+        "gate": gate,
     }
     if dir is None:
         tuning = Tuning(task, rule, hypers, **given)
@@ -141,7 +145,7 @@ def settings_of(tuning: Tuning) -> dict[str, Any]:
         "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},
         "seed": tuning.seed,
         "seeds": tuning.seeds,
-    }
+    } | ({} if tuning.gate == "off" else {"gate": tuning.gate})  # older runs have none
 
 
 def _drive(
