@@ -7,8 +7,8 @@ MNIST needs `--data-root` or LONGHORIZON_DATA; its tasks take 5 to 25 minutes ea
 
 The truth is the central difference of the final validation loss averaged over 48 seeds (MNIST: 24), each value
 shifted by what a user would feel (learning rates ±30 %, momentum ±5 %, weight decay ±50 %). An estimate is what one
-outer step would have seen. Scores: `longhorizon.truth.Score`. `amplified` is how much the meter says a change at the end of a window is
-amplified until the end of the run; it is what a warning can be based on.
+outer step would have seen. Scores: `longhorizon.truth.Score`. `amplified` is how much the meter says a change at the
+end of a window is amplified until the end of the run; it is what a warning can be based on.
 
 Result: experiments/results/truth-TASK.json.
 """

@@ -19,6 +19,7 @@ ENGINES = {
     "adjoint-sqrt": lh.Adjoint("sqrt"),
     "greedy": lh.Greedy(20),
     "difference": lh.FiniteDifference(),
+    "factorial": lh.Factorial(1e-3, pairs=1),
 }
 EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 

@@ -79,7 +79,7 @@ def among_seeds(
     Args:
         grads: hypergradients, one per seed.
         each: the doubts of each.
-        error: the standard error of their mean, NaN where it is not known; there the seeds' signs decide.
+        error: the standard error of their mean, NaN (or nothing) where it is not known; there the seeds' signs decide.
     """
     doubted: Doubts = {}
     for key in each[0]:
@@ -90,7 +90,7 @@ def among_seeds(
         for w in range(signs.shape[1]):
             said = sorted(reasons[key][w] for reasons in each)
             middle = said[len(said) // 2]  # no doubt sorts before any
-            off = math.nan if error is None else float(error[key][w])
+            off = float(error[key][w]) if error else math.nan
             if not middle and not math.isnan(off):
                 sure = sureness(float(mean[w]), off)
                 middle = "" if sure >= SURE else f"unsure: {sure:.0%} sure of its sign"

@@ -5,7 +5,7 @@ estimated once more by `Factorial`; the others stay exact and stay where they ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from longhorizon.engines.adjoint import Adjoint
 from longhorizon.engines.base import Progress, Run
 from longhorizon.engines.factorial import Factorial, FactorialRun
 from longhorizon.engines.forward import Forward
+from longhorizon.meter import Meter
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 from longhorizon.trust import doubts
@@ -58,17 +59,19 @@ class HybridRun:
 
     def __init__(self, engine: Hybrid, problem: Problem, saved: dict[str, Any] | None):
         self.engine, self.problem = engine, problem
-        self.exact: Hypergradient | None = None
+        self.exact: Hypergradient | None = None  # once it is there
         self.doubted: dict[str, list[int]] = {}
         if saved is not None and saved["exact"] is not None:
-            status = Status(*saved["exact"]["status"])
-            self.exact = Hypergradient(**(saved["exact"] | {"status": status}))
-            self.doubted = saved["doubted"]
-        self.run: Run = self._smooth(saved["run"]) if saved and self.exact is not None else self._exact(saved)
+            self.exact = _loaded(saved["exact"])
+            self._look()
+            self.run: Run = self._smooth(saved["run"])
+        else:
+            self.run = self._exact(saved and saved["run"])
+            self._turn()
 
     @property
     def done(self) -> bool:
-        return self.run.done and (self.exact is not None or not self._look())
+        return self.run.done and self.exact is not None
 
     @property
     def progress(self) -> Progress:
@@ -76,55 +79,65 @@ class HybridRun:
 
     def advance(self) -> None:
         self.run.advance()
-        if self.exact is None and self.run.done and self._look():
-            self.exact = self.run.result()
-            self.run = self._smooth()
+        self._turn()
 
     def save(self) -> dict[str, Any]:
-        exact = None
-        if self.exact is not None:
-            found = self.exact
-            exact = {name: getattr(found, name) for name in ("grad", "mean", "val_loss", "params", "buffers", "engine")}
-            exact |= {"train_loss": found.train_loss, "status": (found.status.what, found.status.step)}
-        return {"exact": exact, "doubted": self.doubted, "run": self.run.save()}
+        smoothing = isinstance(self.run, FactorialRun)
+        return {"exact": _kept(self.exact) if smoothing and self.exact is not None else None, "run": self.run.save()}
 
     def result(self) -> Hypergradient:
-        if self.exact is None:
-            return replace(self.run.result(), engine=self.engine.exact)
-        exact, smooth = self.exact, self.run.result()
+        exact = self.exact
+        assert exact is not None
+        if not self.doubted:
+            return exact
+        smooth = self.run.result()
         grad, mean = ({key: g.clone() for key, g in part.items()} for part in (exact.grad, exact.mean))
         error = {key: torch.full_like(g, torch.nan) for key, g in grad.items()}
         assert smooth.error is not None
-        for key, g in grad.items():
-            chosen = self.doubted.get(key, [])
-            g[chosen], mean[key][chosen] = smooth.grad[key][chosen], smooth.mean[key][chosen]
+        for key, chosen in self.doubted.items():
+            grad[key][chosen], mean[key][chosen] = smooth.grad[key][chosen], smooth.mean[key][chosen]
             error[key][chosen] = smooth.error[key][chosen]
-        count, total = sum(map(len, self.doubted.values())), sum(len(g) for g in grad.values())
-        return replace(
-            exact,
-            grad=grad,
-            mean=mean,
-            error=error,
-            status=smooth.status,
-            engine=f"{self.engine.exact}, smoothed for {count} of {total} values",
-        )
+        count, total = sum(map(len, self.doubted.values())), sum(map(len, grad.values()))
+        said = f"{self.engine.exact}, smoothed for {count} of {total} values"
+        return replace(exact, grad=grad, mean=mean, error=error, status=smooth.status, engine=said)
 
-    def _look(self) -> bool:
-        """Whether the finished exact run leaves something to be smoothed: not if training itself failed."""
-        found = self.run.result()
+    def _turn(self) -> None:
+        """From exact to smoothed, when the first is done and leaves something to the second."""
+        if self.exact is not None or not self.run.done:
+            return
+        self.exact = self.run.result()
+        self._look()
+        if self.doubted:
+            self.run = self._smooth()
+
+    def _look(self) -> None:
+        """Which values are doubted; none if training itself failed."""
+        found = self.exact
+        assert found is not None
         if found.status.what in ("loss", "validation loss"):
-            return False
-        said = doubts(found, self.problem.steps)
-        self.doubted = {
-            key: [w for w, reason in enumerate(reasons) if reason] for key, reasons in said.items() if any(reasons)
-        }
-        return bool(self.doubted)
+            return
+        said = doubts(found, self.problem.steps).items()
+        windows = {key: [w for w, reason in enumerate(reasons) if reason] for key, reasons in said}
+        self.doubted = {key: some for key, some in windows.items() if some}
 
     def _exact(self, saved: dict[str, Any] | None) -> Run:
         engine = Adjoint() if self.engine.exact == "adjoint" else Forward()
-        return engine.begin(self.problem, saved and saved["run"])
+        return engine.begin(self.problem, saved)
 
     def _smooth(self, saved: dict[str, Any] | None = None) -> Run:
-        assert self.exact is not None
-        engine = self.engine.smoothed(self.doubted)
-        return FactorialRun(engine, self.problem, saved, middle=self.exact)
+        return FactorialRun(self.engine.smoothed(self.doubted), self.problem, saved, middle=self.exact)
+
+
+def _kept(found: Hypergradient) -> dict[str, Any]:
+    """A finished hypergradient as plain data."""
+    meter = found.meter
+    return {
+        **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("status", "meter")},
+        "status": (found.status.what, found.status.step),
+        "meter": None if meter is None else (meter.of, meter.steps, meter.size, meter.clipped),
+    }
+
+
+def _loaded(kept: dict[str, Any]) -> Hypergradient:
+    meter = None if kept["meter"] is None else Meter(*kept["meter"])
+    return Hypergradient(**(kept | {"status": Status(*kept["status"]), "meter": meter}))

@@ -142,7 +142,7 @@ def _asked(arena: Arena, done: int) -> bool:
 
 def _phase(run: Any) -> str:
     """What a saved run was about to do."""
-    return "train" if run is None else str(run.get("sweep", run).get("phase", "train"))
+    return "train" if run is None else str((run.get("sweep") or run.get("run") or run).get("phase", "train"))
 
 
 class HypergradientDescent(Method):
