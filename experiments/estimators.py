@@ -28,7 +28,7 @@ CLOCKED = 3  # times that each estimator is timed
 
 
 def engines(hypers: dict[str, lh.Hyper], name: str) -> dict[str, Any]:
-    """The estimators by name; for MNIST only those that digits left over. Smoothed ones shift by what the truth does."""
+    """The estimators by name; for MNIST the best of digits only. Smoothed ones shift by what the truth does."""
     far = {key: [DISTANCE[key] * v for v in hyper.values().tolist()] for key, hyper in hypers.items()}
     half = {key: [d / 2 for d in distances] for key, distances in far.items()}
     every = {
