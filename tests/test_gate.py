@@ -1,9 +1,14 @@
 """Exact where it is calm and smoothed where it is not; and values that wait for a sign that is supported."""
 
+import re
+import tomllib
+
 import pytest
 import torch
 
 import longhorizon as lh
+from longhorizon import recipe as recipes
+from longhorizon import report
 from longhorizon.console import one_line
 from longhorizon.problem import environment, make_problem
 from longhorizon.trust import among_seeds, sureness
@@ -162,3 +167,41 @@ def test_a_gate_that_cannot_be():
     with pytest.raises(ValueError, match="gate='shrink' with GradientDescent, which has no γ to shrink"):
         step("shrink", outer=lh.GradientDescent())
     assert step("wait", outer=lh.GradientDescent()).held
+
+
+# --- recipes ---
+
+
+def test_a_recipe_names_engine_distance_and_gate():
+    made = recipes.make_recipe({"engine": "smoothed", "distance": 0.5, "pairs": 16})
+    assert recipes.engine_of(made) == lh.Factorial(0.5, 16)
+    assert recipes.engine_of(recipes.make_recipe({"engine": "hybrid"})) == lh.Hybrid()
+    assert recipes.engine_of(recipes.make_recipe({"engine": "adjoint", "clip": "auto"})) == lh.Adjoint(clip="auto")
+    assert recipes.engine_of(recipes.make_recipe({"engine": "forward", "clip": 3})) == lh.Forward(clip=3.0)
+    again = recipes.make_recipe(tomllib.loads(recipes.to_toml(made)))
+    assert again == made
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"gate": "wiat"}, "gate = 'wiat'. Did you mean 'wait'"),
+        ({"gate": "shrink", "outer": "adam"}, "gate = 'shrink' with outer = 'adam', which has no γ"),
+        ({"clip": "ten"}, "clip = 'ten': expected a bound, 'auto', or 0"),
+        ({"clip": True}, "clip = True: expected a number or a text"),
+        ({"distance": 0.0}, "distance = 0.0: expected a positive fraction"),
+        ({"pairs": -1}, "pairs = -1: expected at least 0"),
+    ],
+)
+def test_bad_recipes_of_trust(content, words):
+    with pytest.raises(recipes.RecipeError, match=re.escape(words)):
+        recipes.make_recipe(content)
+
+
+def test_a_held_value_is_in_the_report(tmp_path):
+    lh.tune(
+        saddle(1.0), lh.sgd(), HYPERS, steps=40, outer_steps=1, engine=lh.Adjoint(), gate="wait", dir=tmp_path / "r"
+    )
+    page = (report.write_report(tmp_path / "r")).read_text()
+    assert "Hypergradients not to be trusted" in page
+    assert "<td>held</td>" in page
