@@ -78,6 +78,29 @@ def test_training_that_fails_is_not_tried_again():
     assert "smoothed" not in found.engine
 
 
+def test_tuning_smooths_what_it_cannot_trust_by_itself():
+    def engine(task, hypers):
+        return lh.tune(task, lh.sgd(), hypers, steps=40, outer_steps=1).history[0].engine
+
+    assert engine(saddle(1.0), HYPERS) == "adjoint, smoothed for 2 of 3 values"
+    assert "smoothed" not in engine(saddle(0.5), HYPERS)
+    assert "smoothed" not in engine(saddle(5.0), {"lr": lh.Hyper(0.1, windows=22)})  # too many runs
+    alone = lh.hypergradient(saddle(5.0), lh.sgd(), HYPERS, steps=40)
+    assert alone.error is None  # asked for alone it is exact
+
+
+def test_without_a_step_tuning_stays_exact():
+    def loss(model, batch, hypers):
+        return model(1.0, 5.0) * hypers["tilt"]
+
+    task = lh.Task(Saddle, loss, lambda seed: [0] * 40, lambda seed: [0])
+    hypers = {"lr": lh.Hyper(0.1, learn=False), "tilt": lh.Hyper(1.0, windows=2)}
+    options = {"steps": 40, "outer_steps": 1, "outer": lh.GradientDescent(1e-9)}
+    assert "smoothed" not in lh.tune(task, lh.sgd(), hypers, **options).history[0].engine
+    hypers["tilt"] = lh.Hyper(1.0, windows=2, step=0.01)
+    assert "smoothed for 2 of 2" in lh.tune(task, lh.sgd(), hypers, **options).history[0].engine
+
+
 # --- doubts from standard errors ---
 
 

@@ -33,7 +33,8 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 ENGINE_LAYERS = [
     ["entry"],
-    ["choose", "greedy", "hybrid"],
+    ["choose"],
+    ["greedy", "hybrid"],
     ["adjoint", "forward", "difference", "factorial"],
     ["silent", "base", "vjp", "reader", "design"],
     ["clipping"],

@@ -78,9 +78,13 @@ class Recipe:
     outer_steps: int = _setting(12, "hypergradients to take at most")
     outer: str = _setting("sign", "outer optimizer: sign (the paper's), gradient, or adam")
     outer_rate: float = _setting(0.1, "its rate, for gradient and adam")
-    engine: str = _setting("auto", "auto, forward, adjoint, greedy, smoothed, or hybrid")
+    engine: str = _setting(
+        "auto", "auto (exact, smoothed where doubted), forward, adjoint, greedy, smoothed, or hybrid"
+    )
     horizon: int = _setting(1, "how many steps ahead the greedy engine looks")
-    clip: float | str = _setting(10.0, "elementwise bound on Hessian products, 'auto', or 0 for exact hypergradients")
+    clip: float | str = _setting(
+        0.0, "elementwise bound on Hessian products (the paper's is 10), 'auto', or 0 for none"
+    )
     distance: float = _setting(1.0, "how far smoothed and hybrid shift a value, as a fraction of its outer step")
     pairs: int = _setting(0, "at least how many pairs of runs they train; 0: three more than values")
     gate: str = _setting("off", "what a doubted value does: off (moves all the same), wait, or shrink (its outer step)")

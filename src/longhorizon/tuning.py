@@ -16,7 +16,8 @@ from torch import Tensor
 
 from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
-from longhorizon.engines.entry import check_engine, resolve
+from longhorizon.engines.choose import trusted
+from longhorizon.engines.entry import check_engine
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
@@ -182,7 +183,7 @@ class Tuning:
         )
         self._problem.reach = self.outer_state.get("gamma")
         if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
-            self.engine, self.why = resolve(self._problem, "auto")
+            self.engine, self.why = trusted(self._problem)
         assert not isinstance(self.engine, str)
         self._run = self.engine.begin(self._problem, self._inner_saved)
         self._inner_saved = None
