@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from prototypes import NonExpansive
 from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
 from truth import DISTANCE, TASKS, averaged, estimate, rounded_score, setting, stacked
 
@@ -36,6 +37,8 @@ def engines(hypers: dict[str, lh.Hyper], name: str, smoke: bool = False) -> dict
     half = {key: [d / 2 for d in distances] for key, distances in far.items()}
     every = {
         "clip auto": lh.Forward(clip="auto", compile=False),
+        "adjoint that may not grow": NonExpansive(),
+        "truncated, 50 steps": lh.Greedy(50),
         "smoothed": lh.Factorial(far),
         "smoothed, half the distance": lh.Factorial(half),
         "smoothed, fewest pairs": lh.Factorial(far, pairs=1),
