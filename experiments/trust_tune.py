@@ -35,7 +35,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "paper": {"engine": lh.Forward(clip=10.0)},
     "hybrid": {"engine": lh.Hybrid()},
     "hybrid, wait": {"engine": lh.Hybrid(), "gate": "wait"},
-    "smoothed": {"engine": lh.Factorial()},
 }
 HYPERS = {
     "lr": lh.Hyper(0.0, windows=5, step=0.1, low=-1.0, high=1.0),
