@@ -143,11 +143,9 @@ def trust_tune() -> str:
 
 def meters() -> str:
     """What the meters cost."""
-    rows = [
-        [name, f"{100 * m['share']:+.1f} %", f"{100 * m['low']:+.1f} to {100 * m['high']:+.1f} %"]
-        for name, m in _result("meters.json")["engines"].items()
-    ]
-    return _table(["engine", "meters, share of a step", "half of the turns lie in"], rows)
+    found = _result("meters.json")["engines"]
+    rows = [[name, f"{100 * m['share']:.2f} %", f"{m['step_ms']:.0f} ms"] for name, m in found.items()]
+    return _table(["engine", "meters, share of a step", "the step"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
