@@ -147,6 +147,8 @@ class FactorialRun:
         self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self.middle: State = tree.unpack(problem.start, saved["middle"]) if saved else problem.start
         self._first: Tensor | None = saved["first"] if saved else None  # loss of the first step
+        if self._first is not None:
+            self._first = self._first.to(problem.device)
         self._same = all(argument(key) in problem.rule.defaults for key, _ in self.columns)
         self._of_pair: tuple[int, Problem] = (-1, problem)
         self._shifted = self._problem()
@@ -198,7 +200,7 @@ class FactorialRun:
             what = Status("validation loss", problem.steps)
             status = what if self.watch.first is None else Status("loss", self.watch.first)
             return finish(problem, engine, nothing(problem), middle, self.middle, status, losses)
-        runs = torch.stack(self.losses[1:]).cpu().reshape(-1, 2)
+        runs = torch.stack([loss.cpu() for loss in self.losses[1:]]).reshape(-1, 2)
         grads, errors = nothing(problem), nothing(problem)
         if 2 * int(runs.isfinite().sum()) < runs.numel():  # more than half diverged
             status = Status("difference", problem.steps)
