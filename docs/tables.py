@@ -84,7 +84,10 @@ def trust() -> str:
     """How often the sign of an estimate is right: estimators and tasks."""
     found = _estimators()
     cells = {
-        task: {label: _interval(s["sign"], s["sign_error"], s["values"]) for label, s in one["scores"].items()}
+        task: {
+            label: _interval(s["sign"], s["sign_error"], s["values"] * _made(one, label))
+            for label, s in one["scores"].items()
+        }
         for task, one in found.items()
     }
     head = ["signs right, % (95 % interval)", *found]
@@ -192,9 +195,15 @@ def _labels(found: dict[str, Any], part: str) -> list[str]:
     return list(dict.fromkeys(label for one in found.values() for label in one[part]))
 
 
-def _interval(share: float, error: float | None, values: int) -> str:
+def _made(found: dict[str, Any], label: str) -> int:
+    """How many estimates there are under a label; "of 4" takes four seeds for one."""
+    base, _, grouped = label.partition(", me")  # "mean of 4", "median of 4"
+    return int(found["estimates_made"][base]) // 4 if grouped else int(found["estimates_made"][label])
+
+
+def _interval(share: float, error: float | None, signs: int) -> str:
     """Wilson's 95 % interval, for as many independent signs as the error over seeds amounts to."""
-    count = share * (1 - share) / error**2 if error else 16.0 * values
+    count = share * (1 - share) / error**2 if error else float(signs)
     z2 = 1.96**2
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = 1.96 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
