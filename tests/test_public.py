@@ -16,7 +16,7 @@ PACKAGE = Path(lh.__file__).parent
 # torch and numpy). What is built on the core may import all of it; the core knows nothing of that.
 LAYERS = [
     ["engines"],
-    ["accuracy", "trust"],
+    ["accuracy", "trust", "lanes"],
     ["problem"],
     ["result", "compile", "traces"],
     ["simplify"],

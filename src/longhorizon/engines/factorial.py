@@ -26,6 +26,7 @@ from longhorizon.engines.base import CHECK_EVERY, Progress, Watch, check_repeate
 from longhorizon.engines.design import folded
 from longhorizon.hypers import argument, nearest, step_size
 from longhorizon.inner import State
+from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem, make_problem
 from longhorizon.result import Hypergradient, Status
 
@@ -122,10 +123,9 @@ class Factorial:
 
 
 class FactorialRun:
-    """A row of training runs in progress: the middle one first, then pair by pair.
+    """A row of training runs in progress: the middle one first, then the pairs, several at once where that pays."""
 
-    The runs know nothing of each other; on an accelerator they could take each step together.
-    """
+    state: State  # of the run in hand
 
     def __init__(
         self,
@@ -143,15 +143,17 @@ class FactorialRun:
         self.losses: list[Tensor] = list(saved["losses"]) if saved else []
         if saved is None and middle is not None:
             self.losses.append(torch.tensor(middle.val_loss, dtype=torch.float64, device=problem.device))
+        self.at_once = saved["at_once"] if saved else at_once(problem, self.total - 1)
         self.t = saved["t"] if saved else 0
-        self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self.middle: State = tree.unpack(problem.start, saved["middle"]) if saved else problem.start
         self._first: Tensor | None = saved["first"] if saved else None  # loss of the first step
         if self._first is not None:
             self._first = self._first.to(problem.device)
         self._same = all(argument(key) in problem.rule.defaults for key, _ in self.columns)
-        self._of_pair: tuple[int, Problem] = (-1, problem)
-        self._shifted = self._problem()
+        self._of_pair: dict[int, Problem] = {}
+        self._group = self._runs()
+        self._lanes: Lanes | None = None  # of the runs in hand, where there are several
+        self._begin(tree.unpack(problem.start, saved["state"]) if saved else None)
 
     @property
     def done(self) -> bool:
@@ -160,34 +162,74 @@ class FactorialRun:
     @property
     def progress(self) -> Progress:
         steps = self.problem.steps
-        return Progress("train", len(self.losses) * steps + (0 if self.done else self.t), self.total * steps)
+        under_way = 0 if self.done else self.t * len(self._group)
+        return Progress("train", len(self.losses) * steps + under_way, self.total * steps)
 
     def advance(self) -> None:
-        problem = self.problem
-        self.state, loss = self._shifted.stepper(self.total * problem.steps)(self.state, self.t)
-        if self.t == 0 and self._same:  # both runs of a pair begin with one loss, unless it is the loss that is shifted
-            self._first = loss if self._first is None or len(self.losses) % 2 else self._first
-            check_repeated(0, self._first, loss)
+        steps = self.problem.steps
+        if self._lanes is not None:
+            losses = self._lanes.step(self.t)
+            if self.t == 0:
+                for i, loss in enumerate(losses):
+                    self._compare(self._group[i], loss)
+            self.t += 1
+            if self.t == steps:
+                self.losses += [loss.double() for loss in self._lanes.validation_losses(steps)]
+                self._next()
+            return
+        (run,) = self._group
+        self.state, loss = self._shifted.stepper(self.total * steps)(self.state, self.t)
+        if self.t == 0:
+            self._compare(run, loss)
         self.t += 1
-        if not self.losses:
+        if run < 0:
             failed = self.watch.see(self.t - 1, loss) is not None
         else:
             failed = self.t % CHECK_EVERY == 0 and not bool(loss.isfinite())
-        if not failed and self.t < problem.steps:
+        if not failed and self.t < steps:
             return
-        if not self.losses:
+        if run < 0:
             self.middle = self.state
         found = loss.new_full((), torch.nan) if failed else self._shifted.validation_loss(self.state, self.t)
         self.losses.append(found.double())
+        self._next()
+
+    def _compare(self, run: int, loss: Tensor) -> None:
+        """Both runs of a pair begin with one loss, unless it is the loss that is shifted."""
+        if not self._same:
+            return
+        if self._first is None or run % 2 == 0:
+            self._first = loss
+        check_repeated(0, self._first, loss)
+
+    def _next(self) -> None:
+        """Go on with the runs that come next."""
+        self._group = self._runs()
         if not self.done:
-            self._shifted = self._problem()
-            self.t, self.state = 0, self._shifted.start
+            self.t = 0
+            self._begin(None)
+
+    def _runs(self) -> list[int]:
+        """The runs to take now: −1 is the middle one, 2i and 2i + 1 are a pair."""
+        first = len(self.losses) - 1
+        return [-1] if first < 0 else list(range(first, min(first + self.at_once, self.total - 1)))
+
+    def _begin(self, state: State | None) -> None:
+        """The problems of the runs in hand, and where they begin or go on."""
+        self._of_pair = {pair: made for pair, made in self._of_pair.items() if pair in {r // 2 for r in self._group}}
+        problems = [self._problem(run) for run in self._group] or [self.problem]
+        self._shifted, self._lanes = problems[0], None
+        if len(problems) > 1:
+            self._lanes = Lanes(problems, state)
+        else:
+            self.state = problems[0].start if state is None else state
 
     def save(self) -> dict[str, Any]:
         return {
             "losses": list(self.losses),
             "t": self.t,
-            "state": tree.pack(self.state),
+            "at_once": self.at_once,
+            "state": tree.pack(self.state if self._lanes is None else self._lanes.state),
             "middle": tree.pack(self.middle),
             "first": self._first,
             "watch": self.watch.save(),
@@ -214,10 +256,9 @@ class FactorialRun:
             grads[key][w], errors[key][w] = 2 * slope / width, 2 * error / width
         return finish(problem, engine, grads, middle, self.middle, Status(), losses, error=errors)
 
-    def _problem(self) -> Problem:
-        """The run in hand: no value shifted, or all."""
-        run = len(self.losses) - 1
-        if run < 0 or run >= 2 * len(self.signs):
+    def _problem(self, run: int) -> Problem:
+        """A run: no value shifted, or all."""
+        if run < 0:
             return self.problem
         signs = self.signs[run // 2] * (1 - 2 * (run % 2))
         values = {key: v.clone() for key, v in self.problem.values.items()}
@@ -229,12 +270,11 @@ class FactorialRun:
         """The unshifted run with the seed of a pair; the first has the run's own."""
         if pair == 0 or self.engine.seeds == "one":
             return self.problem
-        if self._of_pair[0] != pair:
+        if pair not in self._of_pair:
             p = self.problem
             seed = seeds.mix(p.seed, pair, seeds.PAIR) % 2**31
-            made = make_problem(p.task, p.rule, p.hypers, p.steps, seed, p.values, p.traces)
-            self._of_pair = pair, made
-        return self._of_pair[1]
+            self._of_pair[pair] = make_problem(p.task, p.rule, p.hypers, p.steps, seed, p.values, p.traces)
+        return self._of_pair[pair]
 
 
 def effects(signs: Tensor, losses: Tensor, common: bool = False) -> tuple[Tensor, float]:
