@@ -2,8 +2,8 @@
 
     python benchmarks/lanes.py          two minutes on one core
 
-Milliseconds for one step of one run: plain, one run after the other, and as one of 24 lanes; medians, taken in turns. Batches
-are made in both. Result: benchmarks/results/lanes.json.
+Milliseconds for one step of one run: plain, one run after the other, and as one of 24 lanes; medians, taken in turns.
+Batches are made in both. Result: benchmarks/results/lanes.json.
 """
 
 import argparse
