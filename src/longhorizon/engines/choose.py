@@ -45,16 +45,21 @@ def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
 def trusted(problem: Problem) -> tuple[Any, str]:
     """The same for tuning: exact hypergradients, and smoothed ones for values that cannot be trusted (docs/trust.md).
 
-    As long as nothing is doubted the numbers are those of `choose`. With many values, or where it is not known how far
-    a value will move, it is `choose` altogether.
+    The exact ones come from the adjoint wherever it fits, because its meter sees the whole run; that of forward begins
+    after the first window. With many values, or where it is not known how far a value will move, it is `choose`.
     """
     engine, why = choose(problem)
-    hybrid = Hybrid("adjoint" if isinstance(engine, Adjoint) else "forward")
+    fits = isinstance(engine, Adjoint) or (
+        trajectory_bytes(problem, "all") <= MEMORY_SHARE * free_memory(problem.device) and _batches_fit(problem)
+    )
+    hybrid = Hybrid("adjoint" if fits else "forward")
     try:
         hybrid.smoothed().levels(problem)
     except ValueError:  # a hyperparameter without a step
         return engine, why
-    return (hybrid, why) if problem.n_values <= MOST else (engine, why)
+    if problem.n_values > MOST:
+        return engine, why
+    return hybrid, why if fits == isinstance(engine, Adjoint) else f"{why}, whose meter sees the whole run"
 
 
 def _batches_fit(problem: Problem) -> bool:
