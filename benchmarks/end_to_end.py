@@ -122,15 +122,15 @@ def main() -> None:
     content["reading_data_s"] = time.perf_counter() - began
     rows: dict[str, Any] = {}
     with around(args.precision):
-        short = make_problem(task, lh.sgd(), hypers, WINDOWS, 0)
-        problem = make_problem(task, lh.sgd(), hypers, steps, 0, like=short)
+        traces = lh.Traces()
+        short = make_problem(task, lh.sgd(), hypers, WINDOWS, 0, traces=traces)
         for name in args.engines.split(","):
             cold = cold_start(short, replace(ENGINES[name], compile=True), args.device)
             if args.device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             began = synchronised(args.device)
-            problem = make_problem(task, lh.sgd(), hypers, steps, 0, like=problem)
+            problem = make_problem(task, lh.sgd(), hypers, steps, 0, traces=traces)
             found = compute(problem, ENGINES[name])
             took = synchronised(args.device) - began
             rows[name] = {"engine": found.engine, "outer_step_s": took, "ms_per_step": took / steps * 1e3}

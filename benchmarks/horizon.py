@@ -73,16 +73,16 @@ def main() -> None:
     task, rows = make_task(args), content["rows"]
     with around():
         for name, engine in ENGINES.items():
-            before = make_problem(task, lh.sgd(), HYPERS, len(HYPERS) + 4, 0)
-            compute(before, engine)  # compiles
+            traces = lh.Traces()
+            compute(make_problem(task, lh.sgd(), HYPERS, len(HYPERS) + 4, 0, traces=traces), engine)  # compiles
             pace = 0.0
             for length in lengths:
                 expected = pace * length
                 if expected > args.limit:
                     rows.append({"engine": name, "steps": length, "skipped": f"would take {expected:.0f} s"})
                 else:
-                    before = make_problem(task, lh.sgd(), HYPERS, length, 0, like=before)
-                    rows.append(measure(before, name, args.device))
+                    problem = make_problem(task, lh.sgd(), HYPERS, length, 0, traces=traces)
+                    rows.append(measure(problem, name, args.device))
                     pace = rows[-1]["seconds"] / length
                 print(rows[-1], flush=True)
                 text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"

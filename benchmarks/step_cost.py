@@ -27,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,23 +89,31 @@ class Setting:
         return self.problem.hypers["lr"].windows
 
 
+@cache
+def _task(model: str, size: int, device: str, dtype: torch.dtype) -> tuple[lh.Task, Any]:
+    channels, side = MODELS[model]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(size, channels, side, side, generator=generator).to(device, dtype)
+    batch = images, torch.randint(10, (size,), generator=generator).to(device)
+    return lh.Task(
+        lambda: make_model(model).to(device, dtype), loss, lambda seed: Stream(batch), lambda seed: [batch]
+    ), batch
+
+
 def make_setting(
-    model: str, n: int, size: int, device: str, dtype: torch.dtype, like: Problem | None = None
+    model: str, n: int, size: int, device: str, dtype: torch.dtype, traces: lh.Traces | None = None
 ) -> Setting:
     """N = 1 is one learning rate; otherwise n / 3 windows each of learning rate, momentum and weight decay.
 
     If n is no multiple of three, the learning rate has the windows that are left over.
     """
-    channels, side = MODELS[model]
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(size, channels, side, side, generator=generator).to(device, dtype)
-    batch = images, torch.randint(10, (size,), generator=generator).to(device)
-    task = lh.Task(lambda: make_model(model).to(device, dtype), loss, lambda seed: Stream(batch), lambda seed: [batch])
+    task, batch = _task(model, size, device, dtype)
+    generator = torch.Generator().manual_seed(1)
     keys = ["lr"] if n == 1 else list(VALUES)
     windows = n // len(keys)
     hypers = {key: lh.Hyper(VALUES[key], windows=windows) for key in keys}
     hypers["lr"] = lh.Hyper(VALUES["lr"], windows=n - windows * (len(keys) - 1))
-    problem = problems.make_problem(task, lh.sgd(**VALUES), hypers, windows * STRETCH, seed=0, like=like)
+    problem = problems.make_problem(task, lh.sgd(**VALUES), hypers, windows * STRETCH, seed=0, traces=traces)
     torch.manual_seed(0)  # drawn in float32 for both precisions: the same numbers
     params = {name: p.detach().to(device, dtype) for name, p in make_model(model).named_parameters()}
     state = problem.start._replace(params=params)

@@ -214,9 +214,9 @@ def measure(args: argparse.Namespace, table: Table, precision: str, exact: dict[
     """Fill the table with the rows of one precision; returns where the engines' time goes."""
     profiles = {}
     settings: dict[int, Setting] = {}
+    traces = lh.Traces()  # chunks of ten are compiled once
     for n in args.counts if precision == args.precisions[0] else args.counts[:1]:
-        like = next((s.problem for m, s in settings.items() if min(m, n) > 10), None)  # chunks of ten, compiled once
-        settings[n] = make_setting(args.model, n, args.batch, args.device, torch.float32, like)
+        settings[n] = make_setting(args.model, n, args.batch, args.device, torch.float32, traces)
     main = args.counts[0]
     s = settings[main]
     table.add("gradient", None, precision, partial(base.plain_gradient, s, args.model), exact["gradient"])

@@ -7,6 +7,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from longhorizon.recipe import Recipe
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
+EXPERIMENTS = DOCS.parent / "experiments" / "results"
 
 
 def recipe() -> str:
@@ -115,6 +117,77 @@ def compare() -> str:
     return _table(["method", "test accuracy, %", "regret", "seconds", "inner steps", "trials", "diverged"], cells)
 
 
+def trust() -> str:
+    """How often the sign of an estimate is right: estimators and tasks."""
+    found = _estimators()
+    cells = {
+        task: {
+            label: _interval(s["sign"], s["sign_error"], s["values"] * _made(one, label))
+            for label, s in one["scores"].items()
+        }
+        for task, one in found.items()
+    }
+    head = ["signs right, % (95 % interval)", *found]
+    return _table(head, [[label, *(cells[t].get(label, "–") for t in found)] for label in _labels(found, "scores")])
+
+
+def trust_cost() -> str:
+    """What an estimate costs in plain training runs."""
+    found = _estimators()
+    rows = [
+        [label, *(f"{one['cost'][label]['runs']:.1f}" if label in one["cost"] else "–" for one in found.values())]
+        for label in _labels(found, "cost")
+    ]
+    return _table(["plain training runs", *found], rows)
+
+
+def trust_quality() -> str:
+    """Rank correlation, bias and spread of a few estimators."""
+    found = _estimators()
+    rows = []
+    for label in ("exact", "clip 10", "smoothed", "hybrid"):
+        for task, one in found.items():
+            if label in one["scores"]:
+                s = one["scores"][label]
+                rows.append([label, task, *(_short(s[name]) for name in ("rank", "bias", "spread"))])
+    return _table(["estimator", "task", "rank correlation", "bias", "spread"], rows)
+
+
+def trust_sure() -> str:
+    """What a standard error is worth."""
+    rows = []
+    for task, one in _estimators().items():
+        for z, said in one["sure"].get("smoothed", {}).items():
+            right = "–" if said["right"] is None else f"{100 * said['right']:.0f} %"
+            rows.append([task, f"more than {float(z):g}", f"{100 * said['share']:.0f} %", right])
+    return _table(["task", "standard errors from zero", "share of values", "of these right"], rows)
+
+
+def trust_tune() -> str:
+    """What better hypergradients are worth to a tuning run."""
+    rows = []
+    for name in ("digits", "mnist"):
+        path = EXPERIMENTS / f"trust_tune-{name}.json"
+        if not path.exists():
+            continue
+        for label, row in json.loads(path.read_text())["table"].items():
+            accuracy = [
+                f"{100 * row[kind]['accuracy']:.2f} ± {100 * (row[kind]['error'] or 0):.2f}"
+                for kind in ("learnt", "best")
+            ]
+            cost = [f"{row['outer_steps']:.1f}", f"{row['inner_steps']:.0f}", f"{row['plain_runs']:.0f}"]
+            rows.append([name, label, *accuracy, f"{100 * row['learnt']['worst']:.2f}", *cost])
+    head = ["task", "method", "last, test %", "best by validation, test %", "worst seed, last", "outer steps"]
+    return _table([*head, "inner steps", "time in plain runs"], rows)
+
+
+def meters() -> str:
+    """What the meters cost."""
+    found = _result("meters.json")["engines"]
+    rows = [[name, f"{100 * m['share']:.2f} %", f"{m['step_ms']:.0f} ms"] for name, m in found.items()]
+    return _table(["engine", "meters, share of a step", "the step"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "step_cost": step_cost,
@@ -122,6 +195,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "end_to_end": end_to_end,
     "memory": memory,
     "compare": compare,
+    "trust": trust,
+    "trust_cost": trust_cost,
+    "trust_quality": trust_quality,
+    "trust_sure": trust_sure,
+    "trust_tune": trust_tune,
+    "meters": meters,
 }
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.S)
 
@@ -142,6 +221,36 @@ def rendered(text: str) -> str:
 def pages() -> list[Path]:
     """All pages."""
     return sorted(DOCS.glob("*.md"))
+
+
+def _estimators() -> dict[str, Any]:
+    """Results by task, calm ones first."""
+    tasks = ("digits-calm", "mnist-calm", "digits-edge", "lenet-edge", "digits-hot", "mnist-hot")
+    paths = {task: EXPERIMENTS / f"estimators-{task}.json" for task in tasks}
+    return {task: json.loads(path.read_text()) for task, path in paths.items() if path.exists()}
+
+
+def _labels(found: dict[str, Any], part: str) -> list[str]:
+    return list(dict.fromkeys(label for one in found.values() for label in one[part]))
+
+
+def _made(found: dict[str, Any], label: str) -> int:
+    """How many estimates there are under a label; "of 4" takes four seeds for one."""
+    base, _, grouped = label.partition(", me")  # "mean of 4", "median of 4"
+    return int(found["estimates_made"][base]) // 4 if grouped else int(found["estimates_made"][label])
+
+
+def _interval(share: float, error: float | None, signs: int) -> str:
+    """Wilson's 95 % interval, for as many independent signs as the error over seeds amounts to."""
+    count = share * (1 - share) / error**2 if error else float(signs)
+    z2 = 1.96**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = 1.96 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
+    return f"{100 * share:.0f} ({100 * max(0.0, middle - half):.0f}–{100 * min(1.0, middle + half):.0f})"
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}"
 
 
 def _result(name: str) -> Any:

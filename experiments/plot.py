@@ -180,6 +180,22 @@ def appendix_f(found: dict[str, Any], _: Path) -> list[Figure]:
     return [Figure("appendix-f", "Appendix F", "", panels)]
 
 
+def trust(_: dict[str, Any], results: Path) -> list[Figure]:
+    """How often each estimator's sign is right, task by task; one picture of all results."""
+    labels = ("exact", "clip 10", "clip 10, mean of 4", "clip auto", "smoothed, fewest pairs", "smoothed", "hybrid")
+    panels = []
+    for path in sorted(results.glob("estimators-*.json"), reverse=True):
+        found = json.loads(path.read_text())
+        known = [label for label in labels if label in found["scores"]]
+        mean = [100 * found["scores"][label]["sign"] for label in known]
+        error = [100 * (found["scores"][label]["sign_error"] or 0) for label in known]
+        line = Line("signs", mean, kind="rows", error=error, labels=known)
+        panels.append(
+            Panel(path.stem.removeprefix("estimators-"), "signs right (%)", "", [line], x_range=(30.0, 102.0))
+        )
+    return [Figure("trust", "Signs of hypergradients", "", panels)]
+
+
 def panel(
     title: str, x_title: str, y_title: str, lines: list[Line], values: Numbers, wish: Scale, **more: Any
 ) -> Panel:
@@ -203,6 +219,7 @@ DRAW: dict[str, Callable[[dict[str, Any], Path], list[Figure]]] = {
     "appendix-f": appendix_f,
     "figure3": figure3,
     "figure4": figure4,
+    "estimators-digits-hot": trust,
 }
 
 

@@ -1,19 +1,21 @@
 """Hypergradients against the truth: how often the sign of one estimate is right.
 
-    python experiments/truth.py                     digits, perceptron: calm, edge and hot; 25 minutes on two cores
+    python experiments/truth.py                     digits and MNIST, calm to hot; 25 minutes for digits on two cores
     python experiments/truth.py --task digits-hot   one of them
 
-The truth is the central difference of the final validation loss averaged over 48 seeds, each value shifted by what a
-user would feel (learning rates ±30 %, momentum ±5 %, weight decay ±50 %). An estimate is what one outer step would have
-seen. Scores: `longhorizon.truth.Score`. `amplified` is how much the meter says a change at the end of a window is
-amplified until the end of the run; it is what a warning can be based on.
+MNIST needs `--data-root` or LONGHORIZON_DATA; its tasks take 5 to 25 minutes each on one core.
+
+The truth is the central difference of the final validation loss averaged over 48 seeds (MNIST: 16), each value
+shifted by what a user would feel (learning rates ±30 %, momentum ±5 %, weight decay ±50 %). An estimate is what one
+outer step would have seen. Scores: `longhorizon.truth.Score`. `amplified` is how much the meter says a change at the
+end of a window is amplified until the end of the run; it is what a warning can be based on.
 
 Result: experiments/results/truth-TASK.json.
 """
 
 import statistics
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from record import Work, arguments, finish, parse, rounded, run, say
@@ -23,18 +25,41 @@ from longhorizon import data
 from longhorizon.truth import score, truth
 
 DISTANCE = {"lr": 0.3, "momentum": 0.05, "weight_decay": 0.5}
-# steps, learning rates of five windows, momentum, weight decay
-TASKS: dict[str, tuple[int, list[float], float, float]] = {
-    "digits-calm": (200, [0.05] * 5, 0.5, 1e-3),
-    "digits-edge": (200, [0.4, 0.4, 0.4, 0.3, 0.15], 0.5, 1e-3),
-    "digits-hot": (200, [0.6, 0.6, 0.6, 0.4, 0.2], 0.9, 1e-3),
-    "digits-long": (600, [0.3, 0.3, 0.3, 0.2, 0.1], 0.9, 1e-3),
+
+
+class Setting(NamedTuple):
+    """One task: a schedule to judge hypergradients at."""
+
+    steps: int
+    lr: list[float]  # of five windows
+    momentum: float
+    model: str = "mlp-64"
+    data: str = "digits"
+    seeds: int = 48  # of the truth
+    estimates: int = 48  # of each estimator
+    val_fraction: float = 0.2
+
+
+DECAY = 1e-3
+MNIST = {"data": "mnist", "seeds": 16, "estimates": 12, "val_fraction": 1 / 30}
+TASKS: dict[str, Setting] = {
+    "digits-calm": Setting(200, [0.05] * 5, 0.5),
+    "digits-edge": Setting(200, [0.4, 0.4, 0.4, 0.3, 0.15], 0.5),
+    "digits-hot": Setting(200, [0.6, 0.6, 0.6, 0.4, 0.2], 0.9),
+    "digits-long": Setting(600, [0.3, 0.3, 0.3, 0.2, 0.1], 0.9),
+    "mnist-calm": Setting(100, [0.05] * 5, 0.5, **MNIST),  # type: ignore[arg-type]
+    "mnist-hot": Setting(600, [0.2, 0.2, 0.2, 0.1, 0.05], 0.9, **MNIST),  # type: ignore[arg-type]
+    "lenet-edge": Setting(100, [0.1] * 5, 0.5, "lenet", **MNIST),  # type: ignore[arg-type]
 }
 ENGINES: dict[str, Any] = {  # every seed is a run of its own, too short to pay for tracing
     "exact": lh.Forward(compile=False),
     "clip 100": lh.Forward(clip=100.0, compile=False),
     "clip 10": lh.Forward(clip=10.0, compile=False),
     "clip 1": lh.Forward(clip=1.0, compile=False),
+}
+SLOW: dict[str, Any] = {  # for MNIST; the adjoint gives the same exact numbers in less time
+    "exact": lh.Adjoint(),
+    "clip 10": lh.Forward(clip=10.0, compile=False),
 }
 MEANS = (2, 4)  # estimates that average this many seeds
 
@@ -43,10 +68,13 @@ def estimate(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any
     """One hypergradient, with what its meter says of every window."""
     h = lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed)
     found: dict[str, Any] = {"grad": {key: rounded(g) for key, g in h.grad.items()}, "status": str(h.status)}
+    if h.error is not None:
+        found["error"] = {key: rounded(e) for key, e in h.error.items()}
     if h.meter is None:
-        return found
+        return found | {"engine": h.engine}
     ends = [steps * (w + 1) // len(h.grad["lr"]) for w in range(len(h.grad["lr"]))]
-    found["amplified"] = rounded([h.meter.growth(end, steps, column) for column, end in enumerate(ends)])
+    columns = [0] * len(ends) if h.meter.of == "adjoint" else range(len(ends))
+    found["amplified"] = rounded([h.meter.growth(end, steps, c) for c, end in zip(columns, ends, strict=True)])
     if h.meter.clipped is not None:
         found["clipped"] = rounded(h.meter.clipped[:, : len(ends)].mean(0))
     return found
@@ -67,18 +95,26 @@ def averaged(estimates: dict[str, torch.Tensor], count: int) -> dict[str, torch.
     }
 
 
-def one(args: Any, name: str) -> None:
-    steps, lr, momentum, decay = TASKS[name]
-    seeds = 4 if args.smoke else args.seeds
-    if args.smoke:
-        steps = 30
+def setting(args: Any, name: str) -> tuple[lh.Task, dict[str, lh.Hyper]]:
+    """A task and where its hypergradients are taken; with `--smoke` digits in place of MNIST."""
+    chosen = TASKS[name]
     hypers = {
-        "lr": lh.Hyper(lr, windows=len(lr)),
-        "momentum": lh.Hyper(momentum),
-        "weight_decay": lh.Hyper(decay),
+        "lr": lh.Hyper(chosen.lr, windows=len(chosen.lr)),
+        "momentum": lh.Hyper(chosen.momentum),
+        "weight_decay": lh.Hyper(DECAY),
     }
+    model = "mlp-64" if args.smoke else chosen.model
+    where = "digits" if args.smoke else chosen.data
+    return data.image_data(where, 64, chosen.val_fraction, root=args.data_root).task(model), hypers
+
+
+def one(args: Any, name: str) -> None:
+    chosen = TASKS[name]
+    seeds = 4 if args.smoke else args.seeds or chosen.seeds
+    estimates = min(seeds, chosen.estimates)
+    steps = 30 if args.smoke else chosen.steps
     torch.set_num_threads(1)
-    task = data.image_data("digits", 64, 0.2).task("mlp-64")
+    task, hypers = setting(args, name)
     work = Work(args, f"truth-{name}", {"task": name, "steps": steps, "seeds": seeds, "distance": DISTANCE})
 
     def told(done: int, total: int) -> None:
@@ -96,10 +132,10 @@ def one(args: Any, name: str) -> None:
         progress=told,
     )
     scores, rows = {}, {}
-    for label, engine in ENGINES.items():
+    for label, engine in (ENGINES if chosen.data == "digits" else SLOW).items():
         rows[label] = [
             work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s))
-            for seed in range(seeds)
+            for seed in range(estimates)
         ]
         given = stacked(rows[label])
         scores[label] = asdict(score(given, true))
@@ -110,7 +146,15 @@ def one(args: Any, name: str) -> None:
         args,
         f"truth-{name}",
         {
-            "settings": {"steps": steps, "seeds": seeds, "lr": lr, "momentum": momentum, "weight_decay": decay},
+            "settings": {
+                "data": chosen.data,
+                "model": chosen.model,
+                "steps": steps,
+                "seeds": seeds,
+                "lr": chosen.lr,
+                "momentum": chosen.momentum,
+                "weight_decay": DECAY,
+            },
             "distance": DISTANCE,
             "truth": {
                 key: {"mean": rounded(true.mean[key]), "error": rounded(true.error[key])} for key in true.differences
@@ -130,7 +174,7 @@ def rounded_score(values: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = arguments(__doc__, "truth")
     parser.add_argument("--task", choices=TASKS, help="one of them; without it all")
-    parser.add_argument("--seeds", type=int, default=48)
+    parser.add_argument("--seeds", type=int, help="of the truth; 48 for digits, 16 for MNIST without it")
     args = parse(parser)
     for name in [args.task] if args.task else TASKS:
         one(args, name)

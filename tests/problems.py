@@ -332,7 +332,8 @@ RULES: dict[str, Setting] = {
         },
     ),
     "clipped": Setting(
-        lh.clipped(lh.sgd(momentum=0.8), grad_clip=0.05), {"lr": _windows(0.2, 0.3), "grad_clip": _windows(0.03, 0.06)}
+        lh.clipped(lh.sgd(momentum=0.8), grad_clip=0.05),
+        {"lr": _windows(0.2, 0.3), "grad_clip": lh.Hyper([0.03, 0.06], windows=2, step=0.01)},
     ),
 }
 

@@ -267,7 +267,7 @@ CONSTRUCTORS = {
     "forward clip 0": (
         lambda: lh.Forward(clip=0.0),
         ValueError,
-        r"Forward\(clip=0.0\): expected a positive bound, or None",
+        r"Forward\(clip=0.0\): expected a positive bound, 'auto', or None",
     ),
     "forward clip NaN": (lambda: lh.Forward(clip=math.nan), ValueError, r"Forward\(clip=nan\)"),
     "adjoint clip": (lambda: lh.Adjoint(clip=-1.0), ValueError, r"Adjoint\(clip=-1.0\)"),

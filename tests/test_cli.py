@@ -52,7 +52,7 @@ def test_help_names_every_command_and_default(tmp_path):
     assert all(command in said for command in COMMANDS)
     said = call("tune", "--help", cwd=tmp_path).stdout
     assert "--outer-steps [12]" in said
-    assert "--clip [10.0]" in said
+    assert "--clip [0.0]" in said
     assert "--hypers.weight_decay: start 0.0, step 0.0004" in said
 
 

@@ -273,6 +273,30 @@ def test_forward_s_clip_is_the_same_however_the_columns_are_chunked():
     assert relative(whole, compute(case, setting, lh.Forward()).grad) > 1e-3
 
 
+@pytest.mark.parametrize("engine", [lh.Forward(clip="auto"), lh.Adjoint(clip="auto")], ids=str)
+def test_the_automatic_clip_has_no_unit(engine, monkeypatch):
+    """A learning rate in other units (the gradient is scaled) has a hypergradient in other units, clipped alike."""
+    clipping = sys.modules["longhorizon.engines.clipping"]
+    monkeypatch.setattr(clipping, "AUTO", 0.05)
+    case, setting = problem("mlp"), RULES["sgd"]
+    whole = compute(case, setting, engine).grad
+    assert relative(whole, compute(case, setting, lh.Forward()).grad) > 1e-3
+    tight = torch.tensor([3.0, -0.2]), torch.tensor([1.0, 0.5])
+    monkeypatch.setattr(clipping, "AUTO", 2.0)
+    assert clipping.clipped([tight[0]], [tight[1]], "auto")[0].tolist() == pytest.approx([2.0, -0.2])
+    assert clipping.clipped([9 * tight[0]], [9 * tight[1]], "auto")[0].tolist() == pytest.approx([18.0, -1.8])
+    monkeypatch.setattr(clipping, "AUTO", 1e9)
+    loose = compute(case, setting, engine).grad
+    assert relative(loose, compute(case, setting, lh.Adjoint()).grad) <= 1e-9
+
+
+def test_the_automatic_clip_traced_is_the_plain_one():
+    case, setting = problem("mlp"), RULES["sgd"]
+    for make in (lambda c: lh.Forward(clip="auto", compile=c, chunk=2), lambda c: lh.Adjoint(clip="auto", compile=c)):
+        plain, traced = (compute(case, setting, make(c)).grad for c in (False, True))
+        assert relative(traced, plain) <= 1e-9
+
+
 # --- the automatic choice ---
 
 

@@ -280,3 +280,32 @@ def test_smoke_of_truth(tmp_path):
     assert result["scores"]["exact"]["sign"] > 0.9  # thirty calm steps
     assert len(result["estimates"]["clip 10"]) == 4
     assert len(result["estimates"]["clip 10"][0]["clipped"]) == 5
+
+
+def test_smoke_of_estimators(tmp_path):
+    """They are judged by the truth that is there, and drawn."""
+    for script in ("truth", "estimators"):
+        words = [sys.executable, EXPERIMENTS / f"{script}.py", "--smoke", "--work", tmp_path, "--task", "digits-calm"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=surroundings())
+        assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "estimators-digits-calm-smoke.json").read_text())
+    truth = json.loads((tmp_path / "truth-digits-calm-smoke.json").read_text())
+    assert result["scores"]["exact"] == truth["scores"]["exact"]  # scored from its mean and error as from its seeds
+    for label in ("smoothed", "hybrid"):
+        assert result["scores"][label]["sign"] > 0.9
+        assert result["cost"][label]["runs"] > 0
+    assert 0 <= result["sure"]["smoothed"]["1.0"]["share"] <= 1
+    import plot
+
+    (tmp_path / "estimators-digits-calm.json").write_text(json.dumps(result))
+    (figure,) = plot.trust({}, tmp_path)
+    assert figure.panels[0].lines[0].labels[0] == "exact"
+    plot.save_picture(figure, tmp_path / "trust.png")
+
+
+def test_smoke_of_trust_tune(tmp_path):
+    result = run("trust_tune", tmp_path, "--set", "digits", "--method", "paper", "--method", "hybrid, wait")
+    assert result["table"].keys() == {"paper", "hybrid, wait"}
+    assert result["runs"]["paper"][0]["inner_steps"] == 2 * 20
+    assert result["runs"]["hybrid, wait"][0]["inner_steps"] == 2 * 2 * 20  # there and back, and calm
+    assert 0 < result["table"]["paper"]["learnt"]["accuracy"] <= 1

@@ -19,6 +19,7 @@ ENGINES = {
     "adjoint-sqrt": lh.Adjoint("sqrt"),
     "greedy": lh.Greedy(20),
     "difference": lh.FiniteDifference(),
+    "factorial": lh.Factorial(1e-3, pairs=1),
 }
 EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
@@ -169,7 +170,7 @@ def test_an_overflowing_derivative_names_its_step_and_keeps_what_is_exact(engine
 @pytest.mark.parametrize("make", [diverging, unstable])
 def test_a_failed_run_saved_anywhere_fails_the_same(make, engine):
     key, rule = ("lr", lh.sgd()) if make is diverging else ("h", lh.sgd(lr=LR))
-    hypers = {key: lh.Hyper(10.0 if make is diverging else 0.0, windows=2)}
+    hypers = {key: lh.Hyper(10.0 if make is diverging else 0.0, windows=2, step=0.1)}
     with environment():
         p = make_problem(make(), rule, hypers, STEPS, 0)
         whole = engine.begin(p)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon.outer import as_outer, search_range, step_size
+from longhorizon.hypers import step_size
+from longhorizon.outer import as_outer, search_range
 
 
 def values(*numbers):

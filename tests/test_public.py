@@ -16,7 +16,7 @@ PACKAGE = Path(lh.__file__).parent
 # torch and numpy). What is built on the core may import all of it; the core knows nothing of that.
 LAYERS = [
     ["engines"],
-    ["accuracy"],
+    ["accuracy", "trust", "lanes"],
     ["problem"],
     ["result", "compile", "traces"],
     ["simplify"],
@@ -34,9 +34,11 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 ENGINE_LAYERS = [
     ["entry"],
-    ["choose", "greedy"],
-    ["adjoint", "forward", "difference"],
-    ["silent", "base", "vjp", "reader"],
+    ["choose"],
+    ["greedy", "hybrid"],
+    ["adjoint", "forward", "difference", "factorial"],
+    ["silent", "base", "vjp", "reader", "design"],
+    ["clipping"],
 ]
 ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name in names}
 
@@ -114,7 +116,10 @@ def test_arguments_are_documented(name):
         assert not missing
 
 
-@pytest.mark.parametrize("thing", [lh.Task, lh.Hyper, lh.Rule, lh.Forward, lh.Adjoint, lh.Greedy, lh.FiniteDifference])
+@pytest.mark.parametrize(
+    "thing",
+    [lh.Task, lh.Hyper, lh.Rule, lh.Forward, lh.Adjoint, lh.Greedy, lh.FiniteDifference, lh.Factorial, lh.Hybrid],
+)
 def test_fields_are_documented(thing):
     doc = inspect.getdoc(thing)
     missing = [p for p in inspect.signature(thing).parameters if p not in doc]

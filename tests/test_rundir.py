@@ -44,7 +44,9 @@ def stopped_after(directory, inner_steps, **settings):
         tune(dir=directory, checkpoint_seconds=0.0, progress=progress, **settings)
 
 
-@pytest.mark.parametrize("engine", [lh.Forward(compile=False), lh.Adjoint(store="sqrt"), lh.Greedy(4)], ids=str)
+@pytest.mark.parametrize(
+    "engine", [lh.Forward(compile=False), lh.Adjoint(store="sqrt"), lh.Greedy(4), lh.Factorial(pairs=1)], ids=str
+)
 @pytest.mark.parametrize("when", [1, 27, 55])
 def test_a_broken_run_goes_on_exactly(tmp_path, engine, when):
     calm = tune(engine=engine)

@@ -37,6 +37,8 @@ ENGINES = {
     "adjoint-sqrt": lh.Adjoint("sqrt", per_step=True),
     "greedy": lh.Greedy(2, per_step=True),
     "difference": lh.FiniteDifference(),
+    "factorial": lh.Factorial(0.01, pairs=1),
+    "hybrid": lh.Hybrid(distance=0.01, pairs=1),
 }
 EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 

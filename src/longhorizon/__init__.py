@@ -2,9 +2,11 @@
 
 from longhorizon.engines import (
     Adjoint,
+    Factorial,
     FiniteDifference,
     Forward,
     Greedy,
+    Hybrid,
     Progress,
     ReplayError,
     hypergradient,
@@ -43,6 +45,8 @@ __all__ = [
     "Forward",
     "Adjoint",
     "Greedy",
+    "Factorial",
+    "Hybrid",
     "FiniteDifference",
     "Traces",
     # Tuning: the outer loop

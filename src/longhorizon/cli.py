@@ -286,6 +286,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
             outer_steps=chosen.outer_steps,
             outer=recipes.outer_of(chosen),
             engine=recipes.engine_of(chosen),  # type: ignore[arg-type]
+            gate=chosen.gate,  # type: ignore[arg-type]
             seed=chosen.seed,
             seeds=chosen.seeds,
             precision=chosen.precision,  # type: ignore[arg-type]

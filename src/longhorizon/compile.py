@@ -79,14 +79,14 @@ def _trace(
         simplify(graph)
         made = flat.around(cuda.compiled(graph, tensors, reseed) if any(t.is_cuda for t in tensors) else graph)
         reseed()
-        difference = _difference(expected, made(leaves))
+        differs = difference(expected, made(leaves))
     except Exception as error:  # tracing may fail in any way a user's model can invent
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warnings.warn(f"the step could not be traced and runs as it is ({reason})", TraceMismatch, stacklevel=4)
         return None
-    if difference is not None:
+    if differs is not None:
         warnings.warn(
-            f"the traced step differs from the plain one ({difference}); the plain one is used",
+            f"the traced step differs from the plain one ({differs}); the plain one is used",
             TraceMismatch,
             stacklevel=4,
         )
@@ -127,7 +127,7 @@ class _Flat:
         return call
 
 
-def _difference(expected: Any, got: Any) -> str | None:
+def difference(expected: Any, got: Any) -> str | None:
     """What differs by more than rounding, in words.
 
     Exact kernels in another order round differently, most where large numbers cancel. So the whole is held to a

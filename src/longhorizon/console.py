@@ -47,7 +47,8 @@ def one_line(record: OuterStep, outer_steps: int) -> str:
     text = f"outer step {record.index + 1}/{outer_steps}: validation loss {record.val_loss:.4g}{metrics}; now {values}"
     text = text if record.status == "ok" else f"{text} [{record.status}]"
     doubted = doubts_in_words(record)
-    return f"{text}; not to be trusted: {doubted}" if doubted else text
+    text = f"{text}; not to be trusted: {doubted}" if doubted else text
+    return f"{text}; held: {held_in_words(record)}" if record.held else text
 
 
 def doubts_in_words(record: OuterStep) -> str:
@@ -55,6 +56,14 @@ def doubts_in_words(record: OuterStep) -> str:
     if record.status != "ok":
         return ""  # it says more
     return "; ".join(f"{values} ({reason})" for values, reason in gathered(record.doubts))
+
+
+def held_in_words(record: OuterStep) -> str:
+    """Which values the gate kept where they are, windows counted from 1."""
+    return "; ".join(
+        key if len(record.values[key]) == 1 else f"{key} {', '.join(str(w + 1) for w in windows)}"
+        for key, windows in record.held.items()
+    )
 
 
 class JsonDisplay:

@@ -67,6 +67,17 @@ def argument(key: str) -> str:
     return key.split("/", 1)[0]
 
 
+def step_size(key: str, hyper: Hyper) -> float:
+    """γ at the start."""
+    if hyper.step is not None:
+        return float(hyper.step)
+    if hyper.scale == "log":
+        return 0.25
+    if argument(key) in DEFAULT_STEPS:
+        return DEFAULT_STEPS[argument(key)]
+    raise ValueError(f"hyperparameter {key!r} has no `step`, and there is no usual one for it; give Hyper(…, step=…).")
+
+
 def window_of(step: int, steps: int, windows: int) -> int:
     """The window that step `step` (from 0) of `steps` lies in."""
     return step * windows // steps

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from longhorizon.hypers import DEFAULT_STEPS, Hyper, argument
+from longhorizon.hypers import Hyper, step_size
 
 Values = dict[str, Tensor]  # key -> one number per window, float64
 State = dict[str, Any]  # plain numbers and tensors, so that it can be saved
@@ -183,17 +183,6 @@ def move(values: Tensor, by: Tensor, hyper: Hyper) -> Tensor:
     """Values moved in their own scale, then put back inside the bounds."""
     moved = values * by.exp() if hyper.scale == "log" else values + by
     return moved.clamp(-math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high)
-
-
-def step_size(key: str, hyper: Hyper) -> float:
-    """γ at the start."""
-    if hyper.step is not None:
-        return float(hyper.step)
-    if hyper.scale == "log":
-        return 0.25
-    if argument(key) in DEFAULT_STEPS:
-        return DEFAULT_STEPS[argument(key)]
-    raise ValueError(f"hyperparameter {key!r} has no `step`, and there is no usual one for it; give Hyper(…, step=…).")
 
 
 def search_range(hypers: Mapping[str, Hyper], outer_steps: int) -> dict[str, tuple[float, float]]:

@@ -40,6 +40,8 @@ class Problem:
     start: State
     batches: Batches
     val: list[Any]
+    traces: Traces
+    reach: dict[str, Tensor] | None = None  # γ: how far the outer step will move each value, where it is known
 
     def __post_init__(self) -> None:
         params = self.start.params
@@ -197,14 +199,14 @@ def make_problem(
     functional = Functional(task, task.model())
     params, _ = functional.initial()
     inner = Inner(functional, rule, make_groups(rule, hypers, params, task.has_learnt_loss))
-    if traces is not None:
-        inner = traces.shared(task, inner)
+    traces = Traces() if traces is None else traces
+    inner = traces.shared(task, inner)
     batches = Batches(task.train, seed, steps)
     seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))
     val = list(task.val(seed))
     if not val:
         raise ValueError(f"Task.val({seed}) returned no batches: the validation loss needs at least one.")
-    problem = Problem(task, rule, dict(hypers), int(steps), seed, chosen, inner, inner.start(), batches, val)
+    problem = Problem(task, rule, dict(hypers), int(steps), seed, chosen, inner, inner.start(), batches, val, traces)
     _check_losses(problem)
     return problem
 

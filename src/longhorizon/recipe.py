@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from longhorizon import rules
-from longhorizon.engines import Adjoint, Engine, Forward, Greedy
+from longhorizon.engines import Adjoint, Engine, Factorial, Forward, Greedy, Hybrid
+from longhorizon.engines.clipping import Clip
 from longhorizon.hypers import Hyper, nearest
 from longhorizon.outer import GradientDescent, SignDescent, TorchOuter
 from longhorizon.rules import Rule
@@ -26,7 +27,8 @@ from longhorizon.task import Task
 
 RULES: dict[str, Callable[..., Rule]] = {"sgd": rules.sgd, "adam": rules.adam, "adamw": rules.adamw}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-ENGINES = ("auto", "forward", "adjoint", "greedy")
+ENGINES = ("auto", "forward", "adjoint", "greedy", "smoothed", "hybrid")
+GATES = ("off", "wait", "shrink")
 SMALL = 2_000_000  # parameters times examples in a batch
 OUTERS = ("sign", "gradient", "adam")
 
@@ -76,9 +78,16 @@ class Recipe:
     outer_steps: int = _setting(12, "hypergradients to take at most")
     outer: str = _setting("sign", "outer optimizer: sign (the paper's), gradient, or adam")
     outer_rate: float = _setting(0.1, "its rate, for gradient and adam")
-    engine: str = _setting("auto", "auto, forward, adjoint, or greedy")
+    engine: str = _setting(
+        "auto", "auto (exact, smoothed where doubted), forward, adjoint, greedy, smoothed, or hybrid"
+    )
     horizon: int = _setting(1, "how many steps ahead the greedy engine looks")
-    clip: float = _setting(10.0, "elementwise bound on Hessian products, 0 for exact hypergradients")
+    clip: float | str = _setting(
+        0.0, "elementwise bound on Hessian products (the paper's is 10), 'auto', or 0 for none"
+    )
+    distance: float = _setting(1.0, "how far smoothed and hybrid shift a value, as a fraction of its outer step")
+    pairs: int = _setting(0, "at least how many pairs of runs they train; 0: three more than values")
+    gate: str = _setting("off", "what a doubted value does: off (moves all the same), wait, or shrink (its outer step)")
     seed: int = _setting(0, "of everything")
     seeds: int = _setting(1, "training runs that each hypergradient is averaged over")
     # Afterwards
@@ -154,13 +163,17 @@ def rule_of(recipe: Recipe) -> Rule:
 
 def engine_of(recipe: Recipe) -> Engine | str:
     """The engine of a recipe."""
-    clip = recipe.clip or None
+    clip: Clip = "auto" if isinstance(recipe.clip, str) else recipe.clip or None
     if recipe.engine == "forward":
         return Forward(clip=clip)
     if recipe.engine == "adjoint":
         return Adjoint(clip=clip)
     if recipe.engine == "greedy":
         return Greedy(recipe.horizon, clip=clip)
+    if recipe.engine == "smoothed":
+        return Factorial(recipe.distance, recipe.pairs or None)
+    if recipe.engine == "hybrid":
+        return Hybrid(distance=recipe.distance, pairs=recipe.pairs or None)
     return "auto" if clip is None else Forward(clip=clip)  # the paper's clip is one of tangents
 
 
@@ -257,6 +270,7 @@ def _check(recipe: Recipe, origin: str) -> None:
         "outer": (recipe.outer, OUTERS),
         "dtype": (recipe.dtype, tuple(DTYPES)),
         "precision": (recipe.precision, ("float32", "tf32")),
+        "gate": (recipe.gate, GATES),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
@@ -268,11 +282,16 @@ def _check(recipe: Recipe, origin: str) -> None:
         ("test_seeds", 0),
         ("test_steps", 0),
         ("threads", 0),
+        ("pairs", 0),
     ):
         if getattr(recipe, key) < low:
             raise RecipeError(f"{origin}: {key} = {getattr(recipe, key)}: expected at least {low}.")
-    if recipe.clip < 0 or math.isnan(recipe.clip):
-        raise RecipeError(f"{origin}: clip = {recipe.clip}: expected a bound, or 0 for none.")
+    if recipe.clip != "auto" and (isinstance(recipe.clip, str) or recipe.clip < 0 or math.isnan(recipe.clip)):
+        raise RecipeError(f"{origin}: clip = {recipe.clip!r}: expected a bound, 'auto', or 0 for none.")
+    if not 0 < recipe.distance < math.inf:
+        raise RecipeError(f"{origin}: distance = {recipe.distance}: expected a positive fraction of the outer step.")
+    if recipe.gate == "shrink" and recipe.outer != "sign":
+        raise RecipeError(f"{origin}: gate = 'shrink' with outer = {recipe.outer!r}, which has no γ: use 'wait'.")
     if not 0 < recipe.outer_rate < math.inf:
         raise RecipeError(f"{origin}: outer_rate = {recipe.outer_rate}: expected a positive number.")
     if not recipe.checkpoint_seconds >= 0:
@@ -319,7 +338,7 @@ def parse_value(text: str) -> Any:
 def _typed(key: str, value: Any, annotation: Any) -> Any:
     """The value as the field's type, or an error that shows both."""
     kind = annotation.__name__ if annotation in (str, int, float, bool) else str(annotation)
-    if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+    if kind in ("float", "float | str") and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     checks: dict[str, Callable[[Any], bool]] = {
         "str": lambda v: isinstance(v, str),
@@ -327,6 +346,7 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
         "float": lambda v: isinstance(v, float),
         "bool": lambda v: isinstance(v, bool),
     }
+    checks["float | str"] = lambda v: checks["float"](v) or checks["str"](v)
     checks["int | list[int]"] = lambda v: (
         checks["int"](v) or (isinstance(v, list) and bool(v) and all(map(checks["int"], v)))
     )
@@ -337,6 +357,7 @@ def _typed(key: str, value: Any, annotation: Any) -> Any:
     if not check(value):
         words = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
         words |= {"int | list[int]": "a whole number or a list of them", "float | list[float]": "a number or a list"}
+        words["float | str"] = "a number or a text"
         raise RecipeError(f"{key} = {value!r}: expected {words.get(kind, 'a table')}.")
     return value
 

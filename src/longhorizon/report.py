@@ -235,7 +235,7 @@ def _steps_table(records: Sequence[OuterStep]) -> str:
 
 def _doubts_table(records: Sequence[OuterStep]) -> str:
     rows = [
-        [str(r.index + 1), _e(values), _e(reason), _e(remedy(reason))]
+        [str(r.index + 1), _e(values), _e(reason), "held" if r.held else "moved", _e(remedy(reason))]
         for r in records
         for values, reason in gathered(r.doubts)
     ]
@@ -243,8 +243,9 @@ def _doubts_table(records: Sequence[OuterStep]) -> str:
         return ""
     return section(
         "Hypergradients not to be trusted",
-        table(["step", "values (windows from 1)", "why", "what helps"], rows, [0]),
-        "Where training amplifies changes or most of a product was clipped, the sign of a hypergradient says little.",
+        table(["step", "values (windows from 1)", "why", "they were", "what helps"], rows, [0]),
+        "Where training amplifies changes, most of a product was clipped, or the standard error is as large as the "
+        "slope, the sign of a hypergradient says little.",
     )
 
 

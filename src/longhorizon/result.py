@@ -53,6 +53,7 @@ class Hypergradient:
         train_loss: the training loss before every step.
         per_step: per key, the hypergradient of every single step (with `per_step=True`).
         meter: how the tangents or the adjoint grew along the run (Forward and Adjoint).
+        error: per key, the standard error of `grad` (Factorial).
     """
 
     grad: dict[str, Tensor]
@@ -65,3 +66,4 @@ class Hypergradient:
     train_loss: Tensor
     per_step: dict[str, Tensor] | None = None
     meter: Meter | None = None
+    error: dict[str, Tensor] | None = None

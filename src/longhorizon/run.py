@@ -23,7 +23,7 @@ from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import OuterStep, Tuning
+from longhorizon.tuning import Gates, OuterStep, Tuning
 
 MEASURED = "hessian_product_error"  # in the record of the environment
 
@@ -62,6 +62,7 @@ def tune(
     engine: Engine | Literal["auto"] = "auto",
     seed: int = 0,
     seeds: int = 1,
+    gate: Gates = "off",
     precision: Precision = "float32",
     traces: Traces | None = None,
     dir: str | os.PathLike[str] | None = None,
@@ -83,9 +84,12 @@ def tune(
         outer_steps: how many hypergradients to take at most.
         outer: how values move: `SignDescent()` (default), `GradientDescent()`, or a function from parameters to a
             `torch.optim` optimizer.
-        engine: how to differentiate; see `hypergradient`.
+        engine: how to differentiate. "auto" takes the exact engine that `hypergradient` would, and smoothed differences
+            for values whose exact hypergradient cannot be trusted (see `Hybrid`); with more than 21 values it is exact.
         seed: of everything.
         seeds: training runs to average each hypergradient over.
+        gate: what a value does whose hypergradient is doubted (see `OuterStep.doubts`): "off" moves it all the same,
+            "wait" leaves it where it is for this outer step, "shrink" also halves its γ.
         precision: of float32 products on a GPU, "float32" or "tf32"; see `hypergradient`.
         traces: a `Traces` to share with other calls, so that the step is traced and compiled once for all of them.
         dir: where to keep the run. If the same run is there already it goes on where it stopped.
@@ -108,6 +112,7 @@ def tune(
         "engine": engine,
         "seed": seed,
         "seeds": seeds,
+        "gate": gate,
         "traces": traces,
     }
     if dir is None:
@@ -145,7 +150,7 @@ def settings_of(tuning: Tuning) -> dict[str, Any]:
         "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},
         "seed": tuning.seed,
         "seeds": tuning.seeds,
-    }
+    } | ({} if tuning.gate == "off" else {"gate": tuning.gate})  # older runs have none
 
 
 def _drive(

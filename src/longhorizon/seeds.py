@@ -13,7 +13,7 @@ from numbers import Integral
 import numpy as np
 import torch
 
-INIT, FETCH, STEP, VALIDATE = range(4)  # purposes
+INIT, FETCH, STEP, VALIDATE, PAIR = range(5)  # purposes
 
 
 def mix(*parts: int) -> int:

@@ -1,10 +1,12 @@
 """Whether a hypergradient can be believed, window by window, in words.
 
-Four things speak against a value's hypergradient: it is not finite; training amplifies changes from the beginning of
-its window to the end of the run, so that the derivative describes chaos; the clip cut off a large part of it; or the
-seeds of an outer step do not agree on its sign. Each has its remedy.
+Five things speak against a value's hypergradient: it is not finite; training amplifies changes from the beginning of
+its window to the end of the run, so that the derivative describes chaos; the clip cut off a large part of it; the
+seeds of an outer step do not agree on its sign; or its standard error, where it has one, leaves the sign open. Each has
+its remedy.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,12 +20,14 @@ from longhorizon.result import Hypergradient
 AMPLIFIED = 10.0
 CLIPPED = 0.05  # share of the Hessian product, mean over the run from when the window began; a guess so far
 AGREEING = 0.75  # share of the seeds that have the sign of their mean
+SURE = 0.84  # of a sign, by its standard error: one standard error away from zero
 
 REMEDIES = {
     "not finite": "clip H·Z, a smaller learning rate, or a shorter run",
     "amplified": "a smaller learning rate, a shorter run first, or fewer windows",
     "clipped": "a smaller learning rate or a shorter run; or a larger clip, if nothing is amplified",
     "seeds disagree": "more seeds, a larger batch, or fewer windows",
+    "unsure": "more pairs of runs, more seeds, a larger distance, or fewer windows",
 }
 
 Doubts = dict[str, list[str]]  # per key and window, a reason, or "" where there is none
@@ -36,9 +40,13 @@ def doubts(found: Hypergradient, steps: int) -> Doubts:
     for key, grad in found.grad.items():
         doubted[key] = []
         for w in range(len(grad)):
-            doubted[key].append(
-                _doubt(found, bool(grad[w].isfinite()), column, window_start(w, steps, len(grad)), steps)
-            )
+            if not grad[w].isfinite():
+                reason = "not finite"
+            elif found.error is not None and bool(found.error[key][w].isfinite()):
+                reason = ""  # no derivative: chaos does not matter, and its error says how sure it is
+            else:
+                reason = _doubt(found, column, window_start(w, steps, len(grad)), steps)
+            doubted[key].append(reason)
             column += 1
     return doubted
 
@@ -61,20 +69,46 @@ def amplification(found: Hypergradient, begin: int, steps: int) -> float:
     return meter.growth(max(begin, window_start(1, steps, most)), steps, sum(windows[: windows.index(most)]))
 
 
-def among_seeds(grads: Sequence[Mapping[str, Tensor]], each: Sequence[Doubts]) -> Doubts:
-    """The doubts of an outer step: those that half of its seeds have, and where the seeds' signs differ."""
+def among_seeds(
+    grads: Sequence[Mapping[str, Tensor]],
+    each: Sequence[Doubts],
+    error: Mapping[str, Tensor] | None = None,
+) -> Doubts:
+    """The doubts of an outer step: those that half of its seeds have, and where the sign of the mean is not supported.
+
+    Args:
+        grads: hypergradients, one per seed.
+        each: the doubts of each.
+        error: the standard error of their mean, NaN (or nothing) where it is not known; there the seeds' signs decide.
+    """
     doubted: Doubts = {}
     for key in each[0]:
-        signs = torch.stack([grad[key].sign() for grad in grads])
+        found = torch.stack([grad[key] for grad in grads])
+        signs, mean = found.sign(), found.nanmean(0)
         agreeing = (signs == signs.nansum(0).sign()).double().mean(0)
         doubted[key] = []
         for w in range(signs.shape[1]):
             said = sorted(reasons[key][w] for reasons in each)
             middle = said[len(said) // 2]  # no doubt sorts before any
-            if not middle and len(grads) > 1 and agreeing[w] < AGREEING:
+            off = float(error[key][w]) if error else math.nan
+            if not middle and not math.isnan(off):
+                sure = sureness(float(mean[w]), off)
+                middle = "" if sure >= SURE else f"unsure: {sure:.0%} sure of its sign"
+            elif not middle and len(grads) > 1 and agreeing[w] < AGREEING:
                 middle = f"seeds disagree: {int((1 - agreeing[w]) * len(grads) + 0.5)} of {len(grads)}"
             doubted[key].append(middle)
     return doubted
+
+
+def sureness(slope: float, error: float) -> float:
+    """How probable the sign of a slope is, from its standard error.
+
+    >>> round(sureness(1.0, 1.0), 2), sureness(0.0, 1.0), sureness(-1.0, 0.0)
+    (0.84, 0.5, 1.0)
+    """
+    if error == 0:
+        return 1.0 if slope else 0.5
+    return 0.5 * (1 + math.erf(abs(slope) / error / math.sqrt(2)))
 
 
 def gathered(doubted: Doubts) -> list[tuple[str, str]]:
@@ -96,9 +130,7 @@ def remedy(doubt: str) -> str:
     return next(text for start, text in REMEDIES.items() if doubt.startswith(start))
 
 
-def _doubt(found: Hypergradient, finite: bool, column: int, begin: int, steps: int) -> str:
-    if not finite:
-        return "not finite"
+def _doubt(found: Hypergradient, column: int, begin: int, steps: int) -> str:
     growth = amplification(found, begin, steps)
     if not growth <= AMPLIFIED:
         return f"amplified {growth:.0e} times"

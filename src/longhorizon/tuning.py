@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from longhorizon import seeds as seeding
-from longhorizon.engines import Adjoint, Engine, FiniteDifference, Forward, Greedy, Run
-from longhorizon.engines.entry import check_engine, resolve
+from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
+from longhorizon.engines.choose import trusted
+from longhorizon.engines.entry import check_engine
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
@@ -28,7 +29,8 @@ from longhorizon.traces import Traces
 from longhorizon.trust import Doubts, among_seeds, doubts
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
-ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference)}
+ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
+Gates = Literal["off", "wait", "shrink"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class OuterStep:
     engine: str
     seconds: float
     doubts: Doubts = field(default_factory=dict)  # per key and window, what speaks against its hypergradient, or ""
+    error: Values = field(default_factory=dict)  # of grad, a standard error; NaN or missing where it is not known
+    held: dict[str, list[int]] = field(default_factory=dict)  # per key, the windows that the gate kept from moving
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; floats keep all their digits."""
@@ -57,9 +61,10 @@ class OuterStep:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "OuterStep":
         """The record in one line of a journal."""
-        known = {f.name: content[f.name] for f in fields(cls) if f.name in content or f.name != "doubts"}
-        for name in ("values", "grad", "mean", "next"):
-            known[name] = {key: _tensors(v) for key, v in content[name].items()}
+        later = ("doubts", "error", "held")  # not in every journal
+        known = {f.name: content[f.name] for f in fields(cls) if f.name in content or f.name not in later}
+        for name in ("values", "grad", "mean", "next", "error"):
+            known[name] = {key: _tensors(v) for key, v in content.get(name, {}).items()}
         known["outer"] = _tensors(content["outer"])
         known["val_loss"] = math.nan if known["val_loss"] is None else known["val_loss"]
         return cls(**known)
@@ -84,6 +89,7 @@ class Tuning:
         engine: Engine | Literal["auto"] = "auto",
         seed: int = 0,
         seeds: int = 1,
+        gate: Gates = "off",
         traces: Traces | None = None,
         saved: dict[str, Any] | None = None,
     ):
@@ -92,6 +98,7 @@ class Tuning:
         self.outer_steps = _at_least_one("outer_steps", outer_steps)
         self.seeds = _at_least_one("seeds", seeds)
         self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
+        self.gate = _checked_gate(gate, self.outer)
         check_engine(engine)
         self.engine, self.why, self.seed = engine, "", seeding.checked(seed)
         check_hypers(hypers, min(self.horizons))
@@ -177,8 +184,9 @@ class Tuning:
         self._problem = make_problem(
             self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, self._traces
         )
+        self._problem.reach = self.outer_state.get("gamma")
         if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
-            self.engine, self.why = resolve(self._problem, "auto")
+            self.engine, self.why = trusted(self._problem)
         assert not isinstance(self.engine, str)
         self._run = self.engine.begin(self._problem, self._inner_saved)
         self._inner_saved = None
@@ -190,12 +198,20 @@ class Tuning:
         losses = torch.tensor([f["val_loss"] for f in finished], dtype=torch.float64)
         val_loss = float(losses[losses.isfinite()].mean())
         fine = any(bool(m.isfinite().any()) for m in mean.values()) and bool(losses.isfinite().any())
+        error = _combined([f.get("error") for f in finished])
+        doubted = among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished], error)
+        held: dict[str, list[int]] = {}
         at = self.values
         if fine:
             self.good = at
             if self.best is None or (steps, -val_loss) > (self.best[1], -self.best[0]):
                 self.best = (val_loss, steps, at)
-            self.values, self.outer_state = self.outer.update(at, mean, self.outer_state, self.hypers)
+            if self.gate != "off":
+                windows = {key: [w for w, doubt in enumerate(reasons) if doubt] for key, reasons in doubted.items()}
+                held = {key: some for key, some in windows.items() if some}
+            self.values, self.outer_state = self.outer.update(at, _without(mean, held), self.outer_state, self.hypers)
+            if self.gate == "shrink":
+                self.outer_state = _shrunk(self.outer_state, held, self.outer)
         else:
             self.outer_state = self.outer.shrink(self.outer_state)
             self.values = self.good if self.good is not None else at
@@ -218,7 +234,9 @@ class Tuning:
             outer={key: value for key, value in self.outer_state.items() if key != "optimizer"},
             engine=finished[0]["engine"],
             seconds=self.seconds,
-            doubts=among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished]),
+            doubts=doubted,
+            error=error,
+            held=held,
         )
         self.index, self.finished, self.seconds = self.index + 1, [], 0.0
         self.converged = self.outer.converged(self.outer_state)
@@ -240,6 +258,7 @@ def steps(
     engine: Engine | Literal["auto"] = "auto",
     seed: int = 0,
     seeds: int = 1,
+    gate: Gates = "off",
 ) -> Iterator[OuterStep]:
     """The outer loop as a generator: one record per outer step, to be driven and stopped at will. See `tune`."""
     tuning = Tuning(
@@ -252,6 +271,7 @@ def steps(
         engine=engine,
         seed=seed,
         seeds=seeds,
+        gate=gate,
     )
     while not tuning.done:
         record = None
@@ -286,12 +306,46 @@ def _summary(result: Hypergradient, metrics: dict[str, float], doubted: Doubts) 
         "engine": result.engine,
         "metrics": metrics,
         "doubts": doubted,
+        "error": result.error,
     }
 
 
 def _average(found: list[Values]) -> Values:
     """The mean over seeds of what is finite; NaN where no seed knows."""
     return {key: torch.stack([f[key] for f in found]).nanmean(0) for key in found[0]}
+
+
+def _combined(errors: list[Values | None]) -> Values:
+    """The standard error of a mean over seeds; NaN where one of them does not know its own."""
+    known = [e for e in errors if e is not None]
+    if not known or len(known) < len(errors):
+        return {}
+    return {key: torch.stack([e[key] for e in known]).square().sum(0).sqrt() / len(known) for key in known[0]}
+
+
+def _without(mean: Values, held: Mapping[str, list[int]]) -> Values:
+    """NaN, which moves nothing, for values that the gate holds."""
+    kept = {key: m.clone() for key, m in mean.items()}
+    for key, windows in held.items():
+        kept[key][windows] = torch.nan
+    return kept
+
+
+def _shrunk(state: dict[str, Any], held: Mapping[str, list[int]], outer: Outer) -> dict[str, Any]:
+    """Smaller γ for values that the gate holds."""
+    assert isinstance(outer, SignDescent)
+    gamma = {key: g.clone() for key, g in state["gamma"].items()}
+    for key, windows in held.items():
+        gamma[key][windows] *= outer.factor
+    return {**state, "gamma": gamma}
+
+
+def _checked_gate(gate: str, outer: Outer) -> str:
+    if gate not in ("off", "wait", "shrink"):
+        raise ValueError(f"gate={gate!r}: expected 'off', 'wait' or 'shrink'.")
+    if gate == "shrink" and not isinstance(outer, SignDescent):
+        raise ValueError(f"gate='shrink' with {type(outer).__name__}, which has no γ to shrink: use gate='wait'.")
+    return gate
 
 
 def _mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:

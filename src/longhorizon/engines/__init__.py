@@ -5,15 +5,19 @@ from longhorizon.engines.base import Engine, Progress, ReplayError, Run
 from longhorizon.engines.choose import choose
 from longhorizon.engines.difference import FiniteDifference
 from longhorizon.engines.entry import hypergradient
+from longhorizon.engines.factorial import Factorial
 from longhorizon.engines.forward import Forward
 from longhorizon.engines.greedy import Greedy
+from longhorizon.engines.hybrid import Hybrid
 
 __all__ = [
     "Adjoint",
     "Engine",
+    "Factorial",
     "FiniteDifference",
     "Forward",
     "Greedy",
+    "Hybrid",
     "Progress",
     "ReplayError",
     "Run",

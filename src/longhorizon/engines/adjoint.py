@@ -18,6 +18,7 @@ from torch import Tensor
 from longhorizon import compile, tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
+from longhorizon.engines.clipping import Clip, check_clip, in_words
 from longhorizon.engines.reader import Reader, largest
 from longhorizon.engines.silent import check_buffers, check_twice
 from longhorizon.engines.vjp import pure_step_back, step_back
@@ -40,7 +41,8 @@ class Adjoint:
     Args:
         store: "all" keeps every state (bytes of parameters and optimizer memory, times steps), "sqrt" every √T-th and
             replays, "auto" keeps all if they fit into half of the free memory.
-        clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal).
+        clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal);
+            "auto" for one that is relative to q.
         per_step: also return the hypergradient of every single step.
         compile: "auto" compiles both the step and the step back on a GPU, if the run is long and all states are kept
             (a replay needs kernels that give the same bits twice), and traces the step back of a long run on the CPU;
@@ -48,18 +50,14 @@ class Adjoint:
     """
 
     store: Literal["auto", "all", "sqrt"] = "auto"
-    clip: float | None = None
+    clip: Clip = None
     per_step: bool = False
     compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.store not in ("auto", "all", "sqrt"):
             raise ValueError(f"Adjoint(store={self.store!r}): expected 'auto', 'all' or 'sqrt'.")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(
-                f"Adjoint(clip={self.clip}): expected a positive bound, or None for the exact hypergradient."
-            )
-
+        check_clip("Adjoint", self.clip)
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"Adjoint(compile={self.compile!r}): expected True, False or 'auto'.")
 
@@ -73,8 +71,7 @@ class Adjoint:
         return trajectory_bytes(problem, "all") < MEMORY_SHARE * free_memory(problem.device)
 
     def __str__(self) -> str:
-        clip = "" if self.clip is None else f", H·q clipped at {self.clip:g}"
-        return f"adjoint (store={self.store}{clip})"
+        return f"adjoint (store={self.store}{in_words('H·q', self.clip)})"
 
 
 def trajectory_bytes(problem: Problem, store: Literal["all", "sqrt"]) -> int:
@@ -207,7 +204,7 @@ class AdjointRun:
         return (self.problem.compiled_step if self.compile else self.problem.train_step)(state, step)
 
     def _step_back(
-        self, state: State, step: int, cotangent: State, clip: float | None
+        self, state: State, step: int, cotangent: State, clip: Clip
     ) -> tuple[State, dict[str, Tensor], Tensor]:
         """The VJP of a step, compiled if that was decided and the step is a pure function."""
         problem = self.problem

@@ -111,6 +111,7 @@ def finish(
     losses: Tensor,
     per_step: dict[str, Tensor] | None = None,
     meter: Meter | None = None,
+    error: dict[str, Tensor] | None = None,
 ) -> Hypergradient:
     """Gather a result on the CPU, in float64 where it is a hypergradient."""
     if status.ok and not torch.isfinite(torch.as_tensor(val_loss)):
@@ -118,7 +119,17 @@ def finish(
     grad = {key: g.detach().to("cpu", torch.float64) for key, g in grad.items()}
     mean = {key: g / window_lengths(problem.steps, len(g)) for key, g in grad.items()}
     return Hypergradient(
-        grad, mean, float(val_loss), state.params, state.buffers, status, engine, losses.detach().cpu(), per_step, meter
+        grad,
+        mean,
+        float(val_loss),
+        state.params,
+        state.buffers,
+        status,
+        engine,
+        losses.detach().cpu(),
+        per_step,
+        meter,
+        error,
     )
 
 

@@ -1,4 +1,4 @@
-"""The automatic choice between forward and adjoint, and its reason in words."""
+"""The automatic choice between forward and adjoint, and its reason in words; and what tuning makes of it."""
 
 from typing import Any
 
@@ -8,11 +8,14 @@ from longhorizon import tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.adjoint import MEMORY_SHARE, Adjoint, trajectory_bytes
 from longhorizon.engines.forward import Forward
+from longhorizon.engines.hybrid import Hybrid
 from longhorizon.problem import Problem
 
 # Cost of a step in plain gradients, measured: "summary" in benchmarks/results/step_cost.json, LeNet on two cores.
 FORWARD_BASE, FORWARD_COLUMN = 2.1, 0.67  # traced; a run too short to be traced costs little either way
 ADJOINT, REPLAY = 4.2, 1.2
+
+MOST = 21  # values that tuning smooths: 24 pairs of runs
 
 
 def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
@@ -37,6 +40,26 @@ def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
     if per_step:
         raise ValueError(f"per_step=True needs the adjoint, but {why}; lower `steps`.")
     return Forward(), why
+
+
+def trusted(problem: Problem) -> tuple[Any, str]:
+    """The same for tuning: exact hypergradients, and smoothed ones for values that cannot be trusted (docs/trust.md).
+
+    The exact ones come from the adjoint wherever it fits, because its meter sees the whole run; that of forward begins
+    after the first window. With many values, or where it is not known how far a value will move, it is `choose`.
+    """
+    engine, why = choose(problem)
+    fits = isinstance(engine, Adjoint) or (
+        trajectory_bytes(problem, "all") <= MEMORY_SHARE * free_memory(problem.device) and _batches_fit(problem)
+    )
+    hybrid = Hybrid("adjoint" if fits else "forward")
+    try:
+        hybrid.smoothed().levels(problem)
+    except ValueError:  # a hyperparameter without a step
+        return engine, why
+    if problem.n_values > MOST:
+        return engine, why
+    return hybrid, why if fits == isinstance(engine, Adjoint) else f"{why}, whose meter sees the whole run"
 
 
 def _batches_fit(problem: Problem) -> bool:

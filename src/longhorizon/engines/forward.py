@@ -20,6 +20,7 @@ from torch.func import grad, jvp, vmap
 
 from longhorizon import compile, tree
 from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
+from longhorizon.engines.clipping import Clip, check_clip, clipped, in_words, share
 from longhorizon.engines.reader import Reader
 from longhorizon.functional import PlainLosses
 from longhorizon.hypers import window_start
@@ -41,23 +42,20 @@ class Forward:
     plus about two per column that has begun. Memory: the model's activations times the columns of a chunk.
 
     Args:
-        clip: elementwise bound on H·Z (the paper uses 1 to 100, mostly 10). The hypergradient is then no longer exact,
-            but one batch cannot dominate it.
+        clip: elementwise bound on H·Z (the paper uses 1 to 100, mostly 10), or "auto" for one that is relative to Z.
+            The hypergradient is then no longer exact, but one batch cannot dominate it.
         chunk: how many columns to push through the model at once; lower it to save memory. By default all, and about
             ten where the step is compiled for a GPU.
         compile: "auto" traces the step to plain tensor operations where a run is long enough to pay for it; True always
             traces, False never does. A traced step is compared with the plain one before it is used.
     """
 
-    clip: float | None = None
+    clip: Clip = None
     chunk: int | None = None
     compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(
-                f"Forward(clip={self.clip}): expected a positive bound, or None for the exact hypergradient."
-            )
+        check_clip("Forward", self.clip)
         chunk = self.chunk
         if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
             raise ValueError(f"Forward(chunk={chunk!r}): expected a whole number of columns, or None to let it choose.")
@@ -68,8 +66,7 @@ class Forward:
         return ForwardRun(self, problem, saved)
 
     def __str__(self) -> str:
-        clip = "" if self.clip is None else f", H·Z clipped at {self.clip:g}"
-        return f"forward{clip}"
+        return f"forward{in_words('H·Z', self.clip)}"
 
 
 class ForwardRun:
@@ -159,11 +156,11 @@ class ForwardRun:
             raise explain(error, "Forward") from error
         self.state = state
         self.tangents = parts[0] if len(parts) == 1 else [torch.cat(same) for same in zip(*parts, strict=True)]
-        size, largest, clipped = (readings[0] if len(readings) == 1 else torch.cat(readings, 1))[:, :count]
+        size, largest, cut = (readings[0] if len(readings) == 1 else torch.cat(readings, 1))[:, :count]
         bad = self._bad[:count]
         self._bad[:count] = torch.where((bad < 0) & ~largest.isfinite(), t, bad)
         if self.reader.due(t + 1):
-            self.reader.take(t + 1, size, clipped)
+            self.reader.take(t + 1, size, cut)
         self.failed = self.watch.see(t, loss)
         self.t += 1
 
@@ -214,9 +211,9 @@ class ForwardRun:
         def step(
             state: State, batch: Any, hypers: Hypers, tangents: Tangents, ones: Hypers
         ) -> tuple[State, Tangents, Tensor, Tensor]:
-            after, tangents, loss, clipped = tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
+            after, tangents, loss, cut = tangent_step(inner, state, batch, hypers, tangents, ones, engine.clip)
             n = len(state.params)
-            readings = [_largest(tangents[:n]), _largest(tangents), clipped]  # of dθ/dλ; of all, to see what is lost
+            readings = [_largest(tangents[:n]), _largest(tangents), cut]  # of dθ/dλ; of all, to see what is lost
             return after, tangents, loss, torch.stack(readings)
 
         if self._compiles(t):
@@ -231,7 +228,7 @@ def tangent_step(
     hypers: Hypers,
     tangents: Tangents,
     ones: Hypers,
-    clip: float | None = None,
+    clip: Clip = None,
 ) -> tuple[State, Tangents, Tensor, Tensor]:
     """One training step and the step of its tangents: a JVP of `inner`, batched over columns.
 
@@ -247,12 +244,12 @@ def tangent_step(
     def column(dstate: Tangents, dlearnt: Hypers) -> tuple[State, Tensor, Tangents, Tensor]:
         return _one_column(inner, state, batch, hypers, dstate, dlearnt, clip)
 
-    new_state, loss, dstate, clipped = vmap(column, out_dims=_OUT_DIMS, randomness="same")(tangents, ones)
-    return new_state, dstate, loss, clipped
+    new_state, loss, dstate, cut = vmap(column, out_dims=_OUT_DIMS, randomness="same")(tangents, ones)
+    return new_state, dstate, loss, cut
 
 
 def _one_column(
-    inner: Inner, state: State, batch: Any, hypers: Hypers, dstate: Tangents, dlearnt: Hypers, clip: float | None
+    inner: Inner, state: State, batch: Any, hypers: Hypers, dstate: Tangents, dlearnt: Hypers, clip: Clip
 ) -> tuple[State, Tensor, Tangents, Tensor]:
     """The step and one tangent of it. Returns the new state, the loss, the state's tangent, and the share clipped."""
     params, (buffers, with_buffers), (memory, with_memory) = (
@@ -281,15 +278,15 @@ def _one_column(
     _, (dgrads, dbuffers), (grads, new_buffers, loss) = _jvp(
         gradient, (params, buffers, learnt), (dparams, dbuffers, dlearnt)
     )
-    clipped = loss.new_zeros(())
+    cut = loss.new_zeros(())
     if clip is not None:
-        over = torch.stack([(d.abs() > clip).sum() for d in dgrads.values()]).sum()
-        clipped = over.to(loss.dtype) / sum(d.numel() for d in dgrads.values())
-        dgrads = tree.map(lambda d: d.clamp(-clip, clip), dgrads)
+        product = list(dgrads.values())
+        cut = share(product, dstate[:n], clip)
+        dgrads = dict(zip(dgrads, clipped(product, dstate[:n], clip), strict=True))
     _, (dparams_list, dmemory), (new_params, new_memory) = _jvp(
         update, (params, grads, memory, learnt), (dparams, dgrads, dmemory, dlearnt)
     )
-    return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory], clipped
+    return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory], cut
 
 
 def _jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from longhorizon.engines.adjoint import Adjoint, AdjointRun
 from longhorizon.engines.base import Progress, Watch, finish
+from longhorizon.engines.clipping import Clip, check_clip
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
@@ -32,15 +33,14 @@ class Greedy:
     """
 
     horizon: int = 1
-    clip: float | None = None
+    clip: Clip = None
     per_step: bool = False
     compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.horizon, bool) or not isinstance(self.horizon, int) or self.horizon < 1:
             raise ValueError(f"Greedy(horizon={self.horizon!r}): expected a whole number of steps, at least 1.")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"Greedy(clip={self.clip}): expected a positive bound, or None for no clip.")
+        check_clip("Greedy", self.clip)
         if self.compile not in (True, False, "auto"):
             raise ValueError(f"Greedy(compile={self.compile!r}): expected True, False or 'auto'.")
 

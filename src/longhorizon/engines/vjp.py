@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 from longhorizon import tree
+from longhorizon.engines.clipping import Clip, clipped
 from longhorizon.functional import PlainLosses
 from longhorizon.inner import Hypers, Inner, State
 from longhorizon.problem import Problem
 
 
 def step_back(
-    problem: Problem, state: State, step: int, cotangent: State, clip: float | None = None
+    problem: Problem, state: State, step: int, cotangent: State, clip: Clip = None
 ) -> tuple[State, dict[str, Tensor], Tensor]:
     """The VJP of one inner step.
 
@@ -61,9 +62,7 @@ def step_back(
     d_loss = _vjp(
         [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers], [*to_grads, *d_buffers]
     )
-    hessian_product = d_loss[:n]
-    if clip is not None:
-        hessian_product = [h.clamp(-clip, clip) for h in hessian_product]
+    hessian_product = clipped(d_loss[:n], to_grads, clip)
     before = State(
         {name: a + b for name, a, b in zip(params, to_params, hessian_product, strict=True)},
         with_buffers(d_loss[n : n + len(buffers)]),
@@ -74,7 +73,7 @@ def step_back(
 
 
 def pure_step_back(
-    inner: Inner, state: State, batch: Any, hypers: Hypers, learnt: Hypers, cotangent: State, clip: float | None = None
+    inner: Inner, state: State, batch: Any, hypers: Hypers, learnt: Hypers, cotangent: State, clip: Clip = None
 ) -> tuple[State, Hypers, Tensor]:
     """The same as a pure function, to be traced.
 
@@ -114,8 +113,8 @@ def pure_step_back(
     to_params, to_grads, to_memory, to_learnt = through_rule((cotangent.params, d_memory))
     tangents: Any = jvp(gradients, (params, zero), (to_grads, one), has_aux=True)[1]
     hessian_product, to_buffers, direct = tangents
-    if clip is not None:
-        hessian_product = tree.map(lambda h: h.clamp(-clip, clip), hessian_product)
+    bounded = clipped(list(hessian_product.values()), list(to_grads.values()), clip)
+    hessian_product = dict(zip(hessian_product, bounded, strict=True))
     before = State(
         {name: to_params[name] + hessian_product[name] for name in params},
         with_buffers(to_buffers),

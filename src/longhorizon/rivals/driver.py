@@ -97,7 +97,8 @@ def compare(
         steps: inner steps of a training run; a list is for methods that take outer steps, and its largest for all.
         budget: of each method with each seed: "300s", "5m", "20 runs" or "4000 steps".
         methods: names; ["all"] for every one there is.
-        outer_steps, outer, engine, seeds: of `fds` (and, but for the engine, of `greedy`), as for `tune`.
+        outer_steps, outer, engine, seeds: of `fds` (and, but for the engine, of `greedy`), as for `tune`; "auto" is the
+            paper's, `Forward(clip=10.0)`.
         seed: of everything.
         repeats: how often every method is run, each time with another seed, for mean and spread.
         epoch: inner steps of an epoch, the least that Hyperband gives a trial. Default: a 27th of a run.

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from longhorizon import seeds
-from longhorizon.engines import Greedy
+from longhorizon.engines import Forward, Greedy
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, words_of
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
@@ -57,7 +57,7 @@ class Fds(Method):
         return setup.horizons[0] * setup.seeds
 
     def run(self, arena: Arena) -> None:
-        drive(arena, arena.setup.engine)
+        drive(arena, as_in_the_paper(arena.setup.engine))
 
 
 class GreedyScheme(Method):
@@ -72,8 +72,13 @@ class GreedyScheme(Method):
         return setup.horizons[0] * setup.seeds
 
     def run(self, arena: Arena) -> None:
-        clip = getattr(arena.setup.engine, "clip", None)
+        clip = getattr(as_in_the_paper(arena.setup.engine), "clip", None)
         drive(arena, Greedy(arena.setup.horizon, clip=clip))
+
+
+def as_in_the_paper(engine: Any) -> Any:
+    """FDS clips H·Z at 10, unless an engine is asked for."""
+    return Forward(clip=10.0) if engine == "auto" else engine
 
 
 def drive(arena: Arena, engine: Any) -> None:
@@ -160,7 +165,7 @@ def _asked(arena: Arena, done: int) -> bool:
 
 def _phase(run: Any) -> str:
     """What a saved run was about to do."""
-    return "train" if run is None else str(run.get("sweep", run).get("phase", "train"))
+    return "train" if run is None else str((run.get("sweep") or run.get("run") or run).get("phase", "train"))
 
 
 class HypergradientDescent(Method):

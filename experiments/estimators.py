@@ -1,0 +1,177 @@
+"""Estimators of hypergradients against the truth, at their cost in plain training runs.
+
+    python experiments/estimators.py                     all tasks whose truth is there
+    python experiments/estimators.py --task digits-hot   one of them
+
+The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
+by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
+each costs: its processor time over that of a plain training run, one measured right after the other.
+
+Result: experiments/results/estimators-TASK.json; docs/trust.md shows them.
+"""
+
+import json
+import statistics
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from prototypes import NonExpansive
+from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
+from truth import DISTANCE, TASKS, averaged, estimate, rounded_score, setting, stacked
+
+import longhorizon as lh
+from longhorizon.problem import environment, make_problem
+from longhorizon.truth import Truth, score
+
+CLOCKED = {"digits": 2, "mnist": 1}  # times that each estimator is timed; the median counts
+
+
+def engines(hypers: dict[str, lh.Hyper], name: str, smoke: bool = False) -> dict[str, Any]:
+    """The estimators by name; all of them where they differ on digits, the best elsewhere.
+
+    Smoothed ones shift by what the truth shifts by.
+    """
+    far = {key: [DISTANCE[key] * v for v in hyper.values().tolist()] for key, hyper in hypers.items()}
+    half = {key: [d / 2 for d in distances] for key, distances in far.items()}
+    every = {
+        "clip auto": lh.Forward(clip="auto", compile=False),
+        "adjoint that may not grow": NonExpansive(),
+        "truncated, 50 steps": lh.Greedy(50),
+        "smoothed": lh.Factorial(far),
+        "smoothed, half the distance": lh.Factorial(half),
+        "smoothed, fewest pairs": lh.Factorial(far, pairs=1),
+        "smoothed, one seed": lh.Factorial(far, seeds="one"),
+        "hybrid": lh.Hybrid(distance=far),
+    }
+    few = ("smoothed", "hybrid")
+    if smoke or name not in ("digits-edge", "digits-hot"):
+        return {label: every[label] for label in few}
+    return every
+
+
+TIMED: dict[str, Any] = {  # those of truth.py, and what "exact" costs where the adjoint computes it
+    "exact": lh.Forward(compile=False),
+    "clip 10": lh.Forward(clip=10.0, compile=False),
+    "exact, adjoint": lh.Adjoint(),
+}
+
+
+def as_truth(found: dict[str, Any]) -> Truth:
+    """Two rows with the mean and the standard error of a result."""
+    nan = float("nan")
+    rows = {}
+    for key, part in found["truth"].items():
+        mean, error = (torch.tensor([nan if v is None else v for v in part[name]]) for name in ("mean", "error"))
+        rows[key] = torch.stack([mean + error, mean - error]).double()
+    return Truth(rows, torch.tensor([found["val_loss"]] * 2))
+
+
+def voted(estimates: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Medians of `count` seeds each: an estimate that no single seed can spoil."""
+    return {
+        key: torch.stack([part.nanmedian(0).values for part in g.split(count) if len(part) == count])
+        for key, g in estimates.items()
+    }
+
+
+def plain_seconds(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int) -> float:
+    """One training run without derivatives, and its validation."""
+    with environment():
+        problem = make_problem(task, lh.sgd(), hypers, steps, 0)
+        began, state = time.process_time(), problem.start
+        for t in range(steps):
+            state, _ = problem.train_step(state, t)
+        problem.validation_loss(state, steps)
+        return time.process_time() - began
+
+
+def cost(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, times: int) -> dict[str, float]:
+    """What an estimate costs in plain runs."""
+    ratios, seconds = [], []
+    for seed in range(times):
+        plain = plain_seconds(task, hypers, steps)
+        began = time.process_time()
+        lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed)
+        seconds.append(time.process_time() - began)
+        ratios.append(seconds[-1] / plain)
+    return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
+
+
+def sure(rows: list[dict[str, Any]], true: Truth, z: float) -> dict[str, float]:
+    """Of the values with a known sign, the share that is `z` standard errors from zero, and how often it is right."""
+    known, kept, right = true.significant(), [], []
+    for row in rows:
+        for key, mean in true.mean.items():
+            for w in range(len(mean)):
+                error, slope = row["error"][key][w], row["grad"][key][w]
+                if known[key][w] and error is not None and slope is not None:
+                    kept.append(abs(slope) > z * error)
+                    right.append(kept[-1] and slope * mean[w] > 0)
+    share = sum(kept) / len(kept) if kept else float("nan")
+    return {"share": share, "right": sum(right) / sum(kept) if sum(kept) else float("nan")}
+
+
+def one(args: Any, name: str) -> None:
+    path = RESULTS / f"truth-{name}.json"
+    if args.smoke:
+        path = args.work / f"truth-{name}-smoke.json"
+    if not path.exists():
+        say(f"{name}: no truth yet, run python experiments/truth.py --task {name}")
+        return
+    found = json.loads(path.read_text())
+    true, steps = as_truth(found), found["settings"]["steps"]
+    task, hypers = setting(args, name)
+    torch.set_num_threads(1)
+    count, clocked = (2, 1) if args.smoke else (args.estimates, CLOCKED[TASKS[name].data])
+    work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE})
+    rows: dict[str, Any] = dict(found["estimates"])
+    sureness = {}
+    for label, engine in engines(hypers, name, args.smoke).items():
+        rows[label] = [
+            work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s))
+            for seed in range(count)
+        ]
+        if all("error" in row for row in rows[label]):
+            sureness[label] = {str(z): sure(rows[label], true, z) for z in (1.0, 2.0)}
+        said = score(stacked(rows[label]), true)
+        say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
+    costs = {
+        label: work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked))
+        for label, engine in (TIMED | engines(hypers, name, args.smoke)).items()
+        if not (args.smoke and label in TIMED)
+    }
+    scores = {label: asdict(score(stacked(given), true)) for label, given in rows.items()}
+    for label in ("exact", "clip 10"):
+        if label in rows and len(rows[label]) >= 4:
+            scores[f"{label}, mean of 4"] = asdict(score(averaged(stacked(rows[label]), 4), true))
+            scores[f"{label}, median of 4"] = asdict(score(voted(stacked(rows[label]), 4), true))
+    finish(
+        args,
+        f"estimators-{name}",
+        {
+            "settings": found["settings"],
+            "distance": DISTANCE,
+            "truth_commit": found["environment"]["commit"],
+            "scores": {label: rounded_score(s) for label, s in scores.items()},
+            "estimates_made": {label: len(given) for label, given in rows.items()},
+            "cost": {label: {k: rounded(v, 4) for k, v in c.items()} for label, c in costs.items()},
+            "sure": {label: {z: rounded_score(s) for z, s in by.items()} for label, by in sureness.items()},
+            "estimates": {label: rows[label] for label in engines(hypers, name, args.smoke)},
+            "seconds": work.seconds(),
+        },
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__, "estimators")
+    parser.add_argument("--task", choices=TASKS, help="one of them; without it all")
+    parser.add_argument("--estimates", type=int, default=24, help="of each estimator that this script adds")
+    args = parse(parser)
+    for name in [args.task] if args.task else TASKS:
+        one(args, name)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,144 @@
+"""End to end: what better hypergradients are worth to `tune`, against the paper's settings.
+
+    python experiments/trust_tune.py                digits and MNIST, five tuning seeds of each method
+    python experiments/trust_tune.py --set digits   one of them
+
+All methods start from zero and take at most as many outer steps as the paper's settings (forward, H·Z clipped at 10,
+sign steps). Every result is trained from scratch on all training data and tested, five times. Cost: inner steps of any
+kind; and the processor time of the tuning run over that of a plain training run, measured right before it.
+
+Result: experiments/results/trust_tune-SET.json.
+"""
+
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from estimators import plain_seconds
+from record import Work, arguments, finish, parse, rounded, run, say
+
+import longhorizon as lh
+from longhorizon import data
+
+
+class Setting(NamedTuple):
+    """What is tuned."""
+
+    steps: int
+    outer_steps: int
+    val_fraction: float
+
+
+SETS = {"digits": Setting(200, 12, 0.2), "mnist": Setting(100, 12, 1 / 30)}
+METHODS: dict[str, dict[str, Any]] = {
+    "paper": {"engine": lh.Forward(clip=10.0)},
+    "hybrid": {"engine": lh.Hybrid()},
+    "hybrid, wait": {"engine": lh.Hybrid(), "gate": "wait"},
+}
+HYPERS = {
+    "lr": lh.Hyper(0.0, windows=5, step=0.1, low=-1.0, high=1.0),
+    "momentum": lh.Hyper(0.0, step=0.15, low=-1.5, high=1.5),
+    "weight_decay": lh.Hyper(0.0, step=4e-4, low=-4e-3, high=4e-3),
+}
+
+
+def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, test_seeds: int) -> dict[str, Any]:
+    """One tuning run and what its schedules are worth."""
+    plain = plain_seconds(task, HYPERS, setting.steps)
+    advanced = 0
+
+    def count(_: lh.Tuning) -> None:
+        nonlocal advanced
+        advanced += 1
+
+    began = time.process_time()
+    found = lh.tune(
+        task,
+        lh.sgd(),
+        HYPERS,
+        steps=setting.steps,
+        outer_steps=setting.outer_steps,
+        seed=seed,
+        progress=count,
+        **method,
+    )
+    took = time.process_time() - began
+    row: dict[str, Any] = {
+        "outer_steps": len(found.history),
+        "inner_steps": advanced - 1 + len(found.history),  # told once before the first, and not of an outer step's last
+        "plain_runs": rounded(took / plain, 4),
+        "engines": [record.engine for record in found.history],
+        "val_loss": [rounded(record.val_loss) for record in found.history],
+        "doubted": [sum(bool(d) for r in record.doubts.values() for d in r) for record in found.history],
+        "held": [sum(map(len, record.held.values())) for record in found.history],
+    }
+    for name, schedule in (("learnt", found.schedule), ("best", found.best)):
+        tested = lh.retrain(task, lh.sgd(), HYPERS, schedule, steps=setting.steps, seeds=test_seeds)
+        row[name] = {
+            "schedule": {key: rounded(v) for key, v in schedule.values.items()},
+            "loss": rounded(tested.test_loss),
+            "accuracy": rounded(tested.metrics["accuracy"]),
+        }
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over tuning seeds, and the standard error of the accuracy over them."""
+    said: dict[str, Any] = {}
+    for name in ("learnt", "best"):
+        accuracy = [statistics.fmean(row[name]["accuracy"]) for row in rows]
+        said[name] = {
+            "accuracy": rounded(statistics.fmean(accuracy)),
+            "error": rounded(statistics.stdev(accuracy) / len(accuracy) ** 0.5) if len(accuracy) > 1 else None,
+            "worst": rounded(min(accuracy)),
+            "loss": rounded(statistics.fmean(statistics.fmean(row[name]["loss"]) for row in rows)),
+        }
+    for name in ("outer_steps", "inner_steps", "plain_runs"):
+        said[name] = rounded(statistics.fmean(row[name] for row in rows), 4)
+    return said
+
+
+def one(args: Any, name: str) -> None:
+    setting, seeds, test_seeds = SETS[name], args.seeds, 5
+    if args.smoke:
+        setting, seeds, test_seeds = setting._replace(steps=20, outer_steps=2), 2, 1
+    torch.set_num_threads(1)
+    root = {} if args.smoke else {"root": args.data_root}
+    task = data.image_data("digits" if args.smoke else name, 64, setting.val_fraction, **root).task("mlp-64")
+    work = Work(args, f"trust_tune-{name}", {"set": name, **setting._asdict(), "test_seeds": test_seeds})
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for label, method in METHODS.items():
+        if args.method and label not in args.method:
+            continue
+        rows[label] = []
+        for seed in range(seeds):
+            rows[label].append(
+                work.unit(f"{label}-{seed}", lambda m=method, s=seed: tuned(task, setting, m, s, test_seeds))
+            )
+        said = summary(rows[label])
+        say(f"{name}: {label}: {100 * said['learnt']['accuracy']:.2f} %, {said['plain_runs']:.0f} plain runs")
+    finish(
+        args,
+        f"trust_tune-{name}",
+        {
+            "settings": {"data": name, "model": "mlp-64", **setting._asdict(), "seeds": seeds},
+            "table": {label: summary(found) for label, found in rows.items()},
+            "runs": rows,
+            "seconds": work.seconds(),
+        },
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__, "trust_tune")
+    parser.add_argument("--set", choices=SETS, help="one of them; without it both")
+    parser.add_argument("--method", action="append", choices=METHODS, help="only these")
+    parser.add_argument("--seeds", type=int, default=5, help="tuning seeds")
+    args = parse(parser)
+    for name in [args.set] if args.set else SETS:
+        one(args, name)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,307 @@
+"""Smoothed differences by a factorial design: for runs whose derivative says nothing.
+
+Where training amplifies small changes, the final loss is a rough function of the hyperparameters: its derivative is
+that of the roughness. Over a finite distance the roughness averages out. So every value is shifted at once, up or down
+as a two-level design says (`design.py`), and every row of the design is one plain training run. A row and its negative
+share a seed; the next pair has another, because what is wanted is the slope of the loss averaged over seeds. Each
+value's slope comes from all runs:
+
+    slope_j = Σ_i x_ij (ln L(λ + x_i δ) − ln L(λ − x_i δ)) / (2 n δ_j) · L̄        n pairs, x_ij = ±1, δ_j the distance
+
+One pair per value would cost as much and have N times the variance. What the slopes leave unexplained tells their
+standard error, and with it how sure each sign is. The logarithm keeps one bad run from deciding everything; where a
+loss is not positive, the loss itself is taken.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from longhorizon import seeds, tree
+from longhorizon.engines.base import CHECK_EVERY, Progress, Watch, check_repeated, finish, nothing
+from longhorizon.engines.design import folded
+from longhorizon.hypers import argument, nearest, step_size
+from longhorizon.inner import State
+from longhorizon.lanes import Lanes, at_once
+from longhorizon.problem import Problem, make_problem
+from longhorizon.result import Hypergradient, Status
+
+SPARE = 3  # pairs beyond the number of values: what is left to tell the error by
+
+
+@dataclass(frozen=True)
+class Factorial:
+    """Slopes over a finite distance, from plain training runs in which all values are shifted at once.
+
+    Choose it where `Forward` and `Adjoint` are doubted: high learning rates, long runs. It knows how sure it is:
+    `Hypergradient.error`. It asks nothing of the model but a loss. Cost: one plain training run, and two per pair; 25
+    for five to nine values. It is a slope over a distance, not a derivative: for a loss without roughness the error
+    falls with the square of the distance.
+
+    Args:
+        distance: how far each value is shifted. A number is a fraction of γ, the outer step (`Hyper.step`; in `tune`
+            the current one). A mapping gives it per key, in the value's own scale (ln for the log scale), one number or
+            one per window. Bounds are kept.
+        pairs: at least how many pairs of runs; there are never fewer than values. By default three more than values,
+            rounded up to an order that has a design (4, 8, 12, 16, 20, 24, 32 …).
+        seeds: "each" gives every pair a seed of its own; "one" keeps the run's for all of them, for the slope of that
+            seed's loss.
+        only: the values to shift, as windows per key; the others get NaN. By default all.
+    """
+
+    distance: float | Mapping[str, float | Sequence[float]] = 1.0
+    pairs: int | None = None
+    seeds: Literal["each", "one"] = "each"
+    only: Mapping[str, Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.distance.values() if isinstance(self.distance, Mapping) else [self.distance]
+        for distance in given:
+            for d in distance if isinstance(distance, Sequence) else [distance]:
+                if isinstance(d, bool) or not isinstance(d, int | float) or not 0 < d < math.inf:
+                    raise ValueError(f"Factorial(distance={self.distance!r}): expected positive numbers.")
+        pairs = self.pairs
+        if pairs is not None and (isinstance(pairs, bool) or not isinstance(pairs, int) or pairs < 1):
+            raise ValueError(f"Factorial(pairs={pairs!r}): expected a whole number of pairs, or None to let it choose.")
+        if self.seeds not in ("each", "one"):
+            raise ValueError(f"Factorial(seeds={self.seeds!r}): expected 'each' or 'one'.")
+
+    def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "FactorialRun":
+        return FactorialRun(self, problem, saved)
+
+    def __str__(self) -> str:
+        return "smoothed differences"
+
+    def shifted(self, problem: Problem) -> list[tuple[str, int]]:
+        """The values that are shifted, as (key, window)."""
+        if self.only is None:
+            return [(key, w) for key in problem.learnt for w in range(problem.hypers[key].windows)]
+        chosen = []
+        for key, windows in self.only.items():
+            if key not in problem.learnt:
+                raise ValueError(f"only has the key {key!r}, which is not learnt.{nearest(key, problem.learnt)}")
+            for w in windows:
+                if w not in range(problem.hypers[key].windows):
+                    raise ValueError(
+                        f"only={{{key!r}: {w}}}: {key} has the windows 0 to {problem.hypers[key].windows - 1}."
+                    )
+                chosen.append((key, w))
+        if not chosen:
+            raise ValueError("Factorial(only={}): name at least one value, or leave it out to shift all.")
+        return chosen
+
+    def distances(self, problem: Problem, key: str) -> Tensor:
+        """δ for the windows of a key, in its own scale."""
+        windows = problem.hypers[key].windows
+        if isinstance(self.distance, Mapping):
+            if key not in self.distance:
+                raise ValueError(f"Factorial(distance={dict(self.distance)}): no distance for hyperparameter {key!r}.")
+            given = torch.as_tensor(self.distance[key], dtype=torch.float64)
+            if given.numel() not in (1, windows):
+                raise ValueError(
+                    f"Factorial(distance=…): {given.numel()} numbers for {key!r}, which has {windows} windows; "
+                    "give one, or one per window."
+                )
+            return given.expand(windows)
+        if problem.reach is not None:
+            return self.distance * problem.reach[key]
+        return torch.full((windows,), self.distance * step_size(key, problem.hypers[key]), dtype=torch.float64)
+
+    def levels(self, problem: Problem) -> dict[str, tuple[Tensor, Tensor]]:
+        """Per key, each window's lower and upper value, inside the bounds."""
+        found = {}
+        for key in dict.fromkeys(key for key, _ in self.shifted(problem)):
+            hyper, value, by = problem.hypers[key], problem.values[key], self.distances(problem, key)
+            low, high = (value * (-by).exp(), value * by.exp()) if hyper.scale == "log" else (value - by, value + by)
+            least, most = -math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high
+            found[key] = (low.clamp(least, most), high.clamp(least, most))
+        return found
+
+
+class FactorialRun:
+    """A row of training runs in progress: the middle one first, then the pairs, several at once where that pays."""
+
+    state: State  # of the run in hand
+
+    def __init__(
+        self,
+        engine: Factorial,
+        problem: Problem,
+        saved: dict[str, Any] | None,
+        middle: Hypergradient | None = None,  # of another engine, which has trained the unshifted run already
+    ):
+        self.engine, self.problem = engine, problem
+        self.columns, self.levels = engine.shifted(problem), engine.levels(problem)
+        pairs = len(self.columns) + SPARE if engine.pairs is None else engine.pairs
+        self.signs = folded(len(self.columns), pairs, problem.seed)
+        self.total = 1 + 2 * len(self.signs)
+        self.watch = Watch(problem, saved and saved["watch"])
+        self.losses: list[Tensor] = list(saved["losses"]) if saved else []
+        if saved is None and middle is not None:
+            self.losses.append(torch.tensor(middle.val_loss, dtype=torch.float64, device=problem.device))
+        self.at_once = saved["at_once"] if saved else at_once(problem, self.total - 1)
+        self.t = saved["t"] if saved else 0
+        self.middle: State = tree.unpack(problem.start, saved["middle"]) if saved else problem.start
+        self._first: Tensor | None = saved["first"] if saved else None  # loss of the first step
+        if self._first is not None:
+            self._first = self._first.to(problem.device)
+        self._same = all(argument(key) in problem.rule.defaults for key, _ in self.columns)
+        self._of_pair: dict[int, Problem] = {}
+        self._group = self._runs()
+        self._lanes: Lanes | None = None  # of the runs in hand, where there are several
+        self._begin(tree.unpack(problem.start, saved["state"]) if saved else None)
+
+    @property
+    def done(self) -> bool:
+        return len(self.losses) == self.total or (len(self.losses) == 1 and not bool(self.losses[0].isfinite()))
+
+    @property
+    def progress(self) -> Progress:
+        steps = self.problem.steps
+        under_way = 0 if self.done else self.t * len(self._group)
+        return Progress("train", len(self.losses) * steps + under_way, self.total * steps)
+
+    def advance(self) -> None:
+        steps = self.problem.steps
+        if self._lanes is not None:
+            losses = self._lanes.step(self.t)
+            if self.t == 0:
+                for i, loss in enumerate(losses):
+                    self._compare(self._group[i], loss)
+            self.t += 1
+            if self.t == steps:
+                self.losses += [loss.double() for loss in self._lanes.validation_losses(steps)]
+                self._next()
+            return
+        (run,) = self._group
+        self.state, loss = self._shifted.stepper(self.total * steps)(self.state, self.t)
+        if self.t == 0:
+            self._compare(run, loss)
+        self.t += 1
+        if run < 0:
+            failed = self.watch.see(self.t - 1, loss) is not None
+        else:
+            failed = self.t % CHECK_EVERY == 0 and not bool(loss.isfinite())
+        if not failed and self.t < steps:
+            return
+        if run < 0:
+            self.middle = self.state
+        found = loss.new_full((), torch.nan) if failed else self._shifted.validation_loss(self.state, self.t)
+        self.losses.append(found.double())
+        self._next()
+
+    def _compare(self, run: int, loss: Tensor) -> None:
+        """Both runs of a pair begin with one loss, unless it is the loss that is shifted."""
+        if not self._same:
+            return
+        if self._first is None or run % 2 == 0:
+            self._first = loss
+        check_repeated(0, self._first, loss)
+
+    def _next(self) -> None:
+        """Go on with the runs that come next."""
+        self._group = self._runs()
+        if not self.done:
+            self.t = 0
+            self._begin(None)
+
+    def _runs(self) -> list[int]:
+        """The runs to take now: −1 is the middle one, 2i and 2i + 1 are a pair."""
+        first = len(self.losses) - 1
+        return [-1] if first < 0 else list(range(first, min(first + self.at_once, self.total - 1)))
+
+    def _begin(self, state: State | None) -> None:
+        """The problems of the runs in hand, and where they begin or go on."""
+        self._of_pair = {pair: made for pair, made in self._of_pair.items() if pair in {r // 2 for r in self._group}}
+        problems = [self._problem(run) for run in self._group] or [self.problem]
+        self._shifted, self._lanes = problems[0], None
+        if len(problems) > 1:
+            self._lanes = Lanes(problems, state)
+        else:
+            self.state = problems[0].start if state is None else state
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "losses": list(self.losses),
+            "t": self.t,
+            "at_once": self.at_once,
+            "state": tree.pack(self.state if self._lanes is None else self._lanes.state),
+            "middle": tree.pack(self.middle),
+            "first": self._first,
+            "watch": self.watch.save(),
+        }
+
+    def result(self) -> Hypergradient:
+        problem, engine, losses = self.problem, str(self.engine), self.watch.losses
+        middle = self.losses[0]
+        if self.watch.first is not None or not middle.isfinite():
+            what = Status("validation loss", problem.steps)
+            status = what if self.watch.first is None else Status("loss", self.watch.first)
+            return finish(problem, engine, nothing(problem), middle, self.middle, status, losses)
+        runs = torch.stack([loss.cpu() for loss in self.losses[1:]]).reshape(-1, 2)
+        grads, errors = nothing(problem), nothing(problem)
+        if 2 * int(runs.isfinite().sum()) < runs.numel():  # more than half diverged
+            status = Status("difference", problem.steps)
+            return finish(problem, engine, grads, middle, self.middle, status, losses, error=errors)
+        slopes, error = effects(self.signs, runs, common=self.engine.seeds == "one")
+        for (key, w), slope in zip(self.columns, slopes.tolist(), strict=True):
+            low, high = (level[w] for level in self.levels[key])
+            value = problem.values[key][w]
+            # On the log scale dL/dλ = (dL / d ln λ) / λ.
+            width = value * (high / low).log() if problem.hypers[key].scale == "log" else high - low
+            grads[key][w], errors[key][w] = 2 * slope / width, 2 * error / width
+        return finish(problem, engine, grads, middle, self.middle, Status(), losses, error=errors)
+
+    def _problem(self, run: int) -> Problem:
+        """A run: no value shifted, or all."""
+        if run < 0:
+            return self.problem
+        signs = self.signs[run // 2] * (1 - 2 * (run % 2))
+        values = {key: v.clone() for key, v in self.problem.values.items()}
+        for (key, w), sign in zip(self.columns, signs.tolist(), strict=True):
+            values[key][w] = self.levels[key][int(sign > 0)][w]
+        return replace(self._seeded(run // 2), values=values)
+
+    def _seeded(self, pair: int) -> Problem:
+        """The unshifted run with the seed of a pair; the first has the run's own."""
+        if pair == 0 or self.engine.seeds == "one":
+            return self.problem
+        if pair not in self._of_pair:
+            p = self.problem
+            seed = seeds.mix(p.seed, pair, seeds.PAIR) % 2**31
+            self._of_pair[pair] = make_problem(p.task, p.rule, p.hypers, p.steps, seed, p.values, p.traces)
+        return self._of_pair[pair]
+
+
+def effects(signs: Tensor, losses: Tensor, common: bool = False) -> tuple[Tensor, float]:
+    """Half the change of the loss from each value's lower to its upper level, and the standard error they share.
+
+    The error comes from what the effects leave of the pairs' differences; NaN if there are as many values as pairs.
+
+    Args:
+        signs: of the design, pairs × values.
+        losses: pairs × 2; a run that diverged counts as the worst of those that did not.
+        common: whether all pairs have one seed. Then how far the pairs' means lie apart is roughness too and counts;
+            interactions of two values are in it, so the error is rather too large than too small.
+
+    >>> signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    >>> effects(signs, torch.tensor([[-3.0, -1.0], [-1.0, -3.0]], dtype=torch.float64))
+    (tensor([-1.], dtype=torch.float64), 0.0)
+    """
+    losses = torch.where(losses.isfinite(), losses, losses[losses.isfinite()].max())
+    size = 1.0
+    if bool((losses > 0).all()):
+        losses = losses.log()
+        size = float(losses.mean().exp())
+    pairs, values = signs.shape
+    differences, means = (losses[:, 0] - losses[:, 1]) / 2, losses.mean(1)
+    found = signs.T @ differences / pairs
+    left, spare = (differences - signs @ found).square().sum(), pairs - values
+    if common:
+        left, spare = left + (means - means.mean()).square().sum(), spare + pairs - 1
+    error = float((left / spare / pairs).sqrt()) if spare > 0 else math.nan
+    return found * size, error * size

@@ -1,0 +1,107 @@
+"""Several training runs at once: one batched step takes all of them a step further.
+
+A step of a small network spends most of its time between operations. With the weights of all runs stacked, every
+operation is done for all of them in one go. Runs may differ in their seed (weights, data) and in the values of their
+hyperparameters; the model, the rule and the number of steps are one. Measured by benchmarks/lanes.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from longhorizon import compile, tree
+from longhorizon.inner import State
+from longhorizon.problem import Problem
+
+MOST = 32  # runs at once
+ROOM = 2**24  # parameters of all of them
+
+
+class Lanes:
+    """Runs of one shape, each a lane of a batched step.
+
+    Args:
+        problems: one per run, made with one `Traces`.
+        start: their stacked states to go on from; without it, their own starts.
+    """
+
+    def __init__(self, problems: Sequence[Problem], start: State | None = None):
+        self.problems = list(problems)
+        first = self.problems[0]
+        self.state: State = _stacked([p.start for p in self.problems]) if start is None else start
+        self._values = {key: torch.stack([p._on_device[key] for p in self.problems]) for key in first.hypers}
+
+    def step(self, t: int) -> Tensor:
+        """Take all runs a step further; returns the losses before it."""
+        first = self.problems[0]
+        hypers = {key: values[:, first.window(key, t)] for key, values in self._values.items()}
+        fast = compile.traced(
+            batched(first), first.inner.cache, ("lanes", len(self.problems)), lambda: first.seed_step(t)
+        )
+        self.state, losses = fast(self.state, self._batch(t), hypers)
+        found: Tensor = losses
+        return found
+
+    def validation_losses(self, t: int) -> list[Tensor]:
+        """The validation loss of every run, each on its own split; NaN where training diverged."""
+        return [p.validation_loss(self.lane(i), t) for i, p in enumerate(self.problems)]
+
+    def lane(self, i: int) -> State:
+        """The state of one run."""
+        state: State = tree.map(lambda x: x[i] if isinstance(x, Tensor) else x, self.state)
+        return state
+
+    def _batch(self, t: int) -> Any:
+        """Runs that share their data share the work of making a batch."""
+        made: dict[int, Any] = {}
+        for p in self.problems:
+            if id(p.batches) not in made:
+                made[id(p.batches)] = p.batch(t)
+        return _stacked([made[id(p.batches)] for p in self.problems])
+
+
+def at_once(problem: Problem, runs: int) -> int:
+    """How many of so many runs like this one to make at once; 1 where a batched step is no gain or cannot be had.
+
+    No gain: convolutions, which vmap turns into grouped ones. Cannot be had: random numbers in the model, weights that
+    are not trained (each run has its own), operations that vmap refuses, batches that are not tensors or come in a row
+    only. Tried on the first step, and compared with the plain one.
+    """
+    most, module = min(runs, MOST, ROOM // max(1, problem.n_params)), problem.inner.functional.module
+    if most < 2 or problem.draws or not problem.batches.is_sequence or _convolves(module):
+        return 1
+    if not all(p.requires_grad for p in module.parameters()):
+        return 1
+    batch = problem.batch(0)
+    if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(batch)):
+        return 1
+    hypers = problem.hypers_at(0)
+    try:
+        found, losses = batched(problem)(*(_stacked([part] * 2) for part in (problem.start, batch, hypers)))
+    except Exception:  # vmap may refuse anything that a user's model can invent
+        return 1
+    expected = problem.train_step(problem.start, 0)
+    got = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, (found, losses))
+    return most if compile.difference(tree.detach(expected), got) is None else 1
+
+
+def batched(problem: Problem) -> Callable[..., Any]:
+    """A training step of several runs."""
+    inner = problem.inner
+
+    def step(state: State, batch: Any, hypers: Any) -> tuple[State, Tensor]:
+        return inner.pure_step(state, batch, hypers)
+
+    return lambda *args: torch.vmap(step, randomness="error")(*args)
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    """Leaves of several trees of one structure, along a new first axis; what is no tensor is that of the first."""
+    return tree.map(lambda *same: torch.stack(same) if isinstance(same[0], Tensor) else same[0], *trees)

@@ -1,0 +1,218 @@
+"""Smoothed differences by a factorial design: right to second order, honest about their error, and never lost."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import longhorizon as lh
+from longhorizon.engines.design import folded, hadamard
+from longhorizon.engines.factorial import effects
+from longhorizon.problem import environment, make_problem
+from problems import RULES, compute, problem, relative
+
+HYPERS = {"lr": lh.Hyper([0.3, 0.5, 0.2], windows=3), "momentum": lh.Hyper(0.5)}
+
+
+def slopes(engine, hypers=HYPERS, **options):
+    return lh.hypergradient(problem("mlp").task, lh.sgd(), hypers, steps=9, engine=engine, **options)
+
+
+def compute_quadratic(hypers, engine):
+    return lh.hypergradient(problem("quadratic").task, lh.sgd(), hypers, steps=9, engine=engine)
+
+
+class Straight(nn.Module):
+    """A loss that is the parameter itself: x falls by the sum of all learning rates."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+
+def straight(scale=lambda seed: 1.0):
+    """With a slope that depends on the seed."""
+    return lh.Task(
+        Straight, lambda model, batch: batch * model.x, lambda seed: [scale(seed)] * 8, lambda seed: [torch.ones(())]
+    )
+
+
+# --- designs ---
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 4, 5, 9, 12, 13, 20, 21, 25, 33, 41])
+def test_columns_of_a_design_are_orthogonal(least):
+    matrix = hadamard(least)
+    assert len(matrix) >= least
+    assert torch.equal(matrix.abs(), torch.ones_like(matrix))
+    assert torch.equal(matrix.T @ matrix, len(matrix) * torch.eye(len(matrix), dtype=torch.float64))
+
+
+def test_a_design_has_room_and_depends_on_the_seed():
+    one, two = folded(7, 10, 0), folded(7, 10, 1)
+    assert one.shape == (12, 7)
+    assert torch.equal(one.T @ one, 12 * torch.eye(7, dtype=torch.float64))
+    assert not torch.equal(one, two)
+    assert torch.equal(one, folded(7, 10, 0))
+    assert folded(7, 1, 0).shape == (8, 7)
+
+
+# --- slopes ---
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("quadratic", "sgd"), ("mlp", "sgd"), ("mlp", "adam"), ("batchnorm-train", "sgd")]
+)
+def test_they_are_the_derivative_to_second_order(name, rule):
+    case, setting = problem(name), RULES[rule]
+    exact = compute(case, setting, lh.Adjoint()).grad
+    far, near = (
+        compute(case, setting, lh.Factorial(dict.fromkeys(exact, by), pairs=1, seeds="one")).grad for by in (2e-4, 1e-4)
+    )
+    assert relative(far, exact) / relative(near, exact) == pytest.approx(4, rel=0.1)
+    extrapolated = {key: (4 * near[key] - far[key]) / 3 for key in exact}
+    assert relative(extrapolated, exact) < 1e-5
+
+
+def test_a_loss_that_is_straight_gives_the_exact_slope():
+    hypers = {"lr": lh.Hyper([0.1, 0.2], windows=2, step=0.05), "momentum": lh.Hyper(0.0, learn=False)}
+    found = lh.hypergradient(straight(), lh.sgd(), hypers, steps=8, engine=lh.Factorial())
+    assert found.grad["lr"].tolist() == pytest.approx([-4, -4], rel=1e-12)
+    assert found.error["lr"].tolist() == pytest.approx([0, 0], abs=1e-12)
+    assert found.val_loss == pytest.approx(-1.2)
+
+
+def test_pairs_have_seeds_of_their_own_and_the_error_covers_their_mean():
+    """The slope is that of the seed: −8 times a number from 0 to 2. One seed knows only its own."""
+
+    def scale(seed):
+        return 2 * torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).item()
+
+    hypers = {"lr": lh.Hyper(0.1, step=0.01)}
+    engine = lh.Factorial(pairs=8)
+    inside, found = 0, []
+    for seed in range(16):
+        h = lh.hypergradient(straight(scale), lh.sgd(), hypers, steps=8, engine=engine, seed=seed)
+        slope, error = h.grad["lr"].item(), h.error["lr"].item()
+        found.append(slope)
+        assert error == pytest.approx(8 * 2 / 12**0.5 / 8**0.5, rel=0.7)
+        inside += abs(slope + 8) < 2 * error
+    assert inside >= 13  # of 16
+    assert torch.tensor(found).mean().item() == pytest.approx(-8, abs=1.2)
+    alone = lh.hypergradient(
+        straight(scale), lh.sgd(), hypers, steps=8, engine=lh.Factorial(pairs=2, seeds="one"), seed=3
+    )
+    assert alone.grad["lr"].item() == pytest.approx(-8 * scale(3), rel=1e-9)
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_standard_errors_cover(common):
+    """Roughness of known size: two errors cover nine times in ten with five spare pairs."""
+    generator = torch.Generator().manual_seed(0)
+    effect = torch.tensor([0.3, -0.2, 0.1, 0.0, 0.05, 0.2, -0.1], dtype=torch.float64)
+    covered = []
+    for seed in range(300):
+        signs = folded(7, 12, seed)
+        each = torch.randn(12, 1, generator=generator, dtype=torch.float64) * (0 if common else 5)  # of the seed
+        rough = torch.randn(12, 2, generator=generator, dtype=torch.float64)
+        losses = -10 + each + torch.stack([signs @ effect, -(signs @ effect)], 1) + rough
+        found, error = effects(signs, losses, common)
+        covered += ((found - effect).abs() < 2 * error).tolist()
+    assert 0.86 < sum(covered) / len(covered) < (0.97 if common else 0.94)
+
+
+def test_slopes_of_a_positive_loss_are_of_its_logarithm():
+    signs = folded(1, 2, 0)
+    up, down = (4.0, 1.0) if signs[0, 0] > 0 else (1.0, 4.0)
+    losses = torch.tensor([[up, down], [down, up]] if signs[1, 0] != signs[0, 0] else [[up, down]] * 2)
+    found, error = effects(signs, losses.double())
+    assert found.tolist() == pytest.approx([math.log(4.0) / 2 * 2.0])  # half of ln 4, times the geometric mean
+    assert error == pytest.approx(0, abs=1e-12)
+
+
+def test_a_run_that_diverged_counts_as_the_worst():
+    signs = folded(1, 2, 0)
+    good = torch.where(signs[:, :1] > 0, torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 3.0]])).double()
+    bad = good.clone()
+    bad[0, int(good[0, 1] == 3)] = math.nan
+    assert effects(signs, bad)[0] == pytest.approx(effects(signs, good)[0])
+
+
+def test_values_on_a_log_scale_and_bounds():
+    exact = slopes(lh.Adjoint(), {"lr": lh.Hyper(0.3, scale="log", step=1e-3)}).grad["lr"]
+    found = slopes(lh.Factorial(seeds="one"), {"lr": lh.Hyper(0.3, scale="log", step=1e-3)}).grad["lr"]
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
+    bound = {"lr": lh.Hyper(0.3, step=1e-3, high=0.3), "momentum": lh.Hyper(0.0, step=1e-3, low=0.0)}
+    with environment():
+        made = make_problem(problem("mlp").task, lh.sgd(), bound, 9, 0)
+        levels = lh.Factorial().levels(made)
+    assert [float(v) for v in levels["lr"]] == pytest.approx([0.299, 0.3])
+    assert [float(v) for v in levels["momentum"]] == pytest.approx([0.0, 0.001])
+    one_sided = slopes(lh.Factorial(seeds="one"), bound).grad["lr"]  # off by half a step times the curvature
+    exact = slopes(lh.Adjoint(), bound).grad["lr"]
+    torch.testing.assert_close(one_sided, exact, rtol=2e-2, atol=0)
+
+
+def test_chosen_values_leave_the_others_where_they_are():
+    only = slopes(lh.Factorial(1e-3, seeds="one", only={"lr": [1]}))
+    whole = slopes(lh.Adjoint()).grad
+    assert only.grad["lr"].isfinite().tolist() == [False, True, False]
+    assert only.grad["momentum"].isnan().all()
+    assert only.grad["lr"][1].item() == pytest.approx(whole["lr"][1].item(), rel=1e-4)
+
+
+def test_the_distance_follows_the_outer_step():
+    seen = []
+
+    class Spy(lh.Factorial):
+        def begin(self, problem, saved=None):
+            seen.append({key: self.distances(problem, key).clone() for key in problem.learnt})
+            return super().begin(problem, saved)
+
+    hypers = {"lr": lh.Hyper(0.3, step=0.2), "momentum": lh.Hyper(0.5, step=0.1)}
+    run = lh.tune(problem("mlp").task, lh.sgd(), hypers, steps=9, outer_steps=6, engine=Spy(0.5))
+    for index, distances in enumerate(seen):
+        gamma = 0.2 if index == 0 else run.history[index - 1].outer["gamma"]["lr"].item()
+        assert distances["lr"].item() == pytest.approx(gamma / 2)
+
+
+# --- when things go wrong ---
+
+
+def test_a_run_that_diverges_everywhere_is_a_status():
+    def at(lr, distance):
+        return compute_quadratic({"lr": lh.Hyper(lr)}, lh.Factorial({"lr": distance}))
+
+    found = at(1e200, 1.0)
+    assert found.status.what == "loss"
+    assert found.grad["lr"].isnan().all()
+    far = at(0.1, 1e200)
+    assert far.status.what == "difference"
+    assert math.isfinite(far.val_loss)
+    assert far.grad["lr"].isnan().all()
+
+
+BAD = {
+    "distance zero": (lambda: lh.Factorial(0.0), r"Factorial\(distance=0.0\): expected positive"),
+    "distance of a key": (lambda: lh.Factorial({"lr": [0.1, -1.0]}), r"expected positive numbers"),
+    "pairs": (lambda: lh.Factorial(pairs=0), r"Factorial\(pairs=0\): expected a whole number of pairs"),
+    "seeds": (lambda: lh.Factorial(seeds="two"), r"Factorial\(seeds='two'\): expected 'each' or 'one'"),
+    "no distance": (lambda: slopes(lh.Factorial({"lr": 0.1})), r"no distance for hyperparameter 'momentum'"),
+    "too many": (lambda: slopes(lh.Factorial({"lr": [0.1] * 2, "momentum": 0.1})), r"2 numbers for 'lr', which has 3"),
+    "only unknown": (lambda: slopes(lh.Factorial(only={"lrr": [0]})), r"'lrr', which is not learnt. Did you mean 'lr'"),
+    "only window": (lambda: slopes(lh.Factorial(only={"lr": [3]})), r"lr has the windows 0 to 2"),
+    "only nothing": (lambda: slopes(lh.Factorial(only={})), r"name at least one value"),
+    "per step": (lambda: slopes(lh.Factorial(), per_step=True), r"per_step=True with Factorial"),
+    "hybrid": (lambda: lh.Hybrid(exact="greedy"), r"Hybrid\(exact='greedy'\): expected 'adjoint' or 'forward'"),
+    "hybrid distance": (lambda: lh.Hybrid(distance=-1.0), r"expected positive numbers"),
+    "hybrid no distance": (lambda: slopes(lh.Hybrid(distance={"lr": 0.1})), r"no distance for hyperparameter"),
+    "clip": (lambda: lh.Forward(clip="sometimes"), r"Forward\(clip='sometimes'\): expected a positive bound, 'auto'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused(name):
+    make, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,230 @@
+"""Exact where it is calm and smoothed where it is not; and values that wait for a sign that is supported."""
+
+import re
+import tomllib
+
+import pytest
+import torch
+
+import longhorizon as lh
+from longhorizon import recipe as recipes
+from longhorizon import report
+from longhorizon.console import one_line
+from longhorizon.problem import environment, make_problem
+from longhorizon.trust import among_seeds, sureness
+from problems import assert_identical, problem, through_a_file
+from test_meter import Saddle
+
+HYPERS = {"lr": lh.Hyper(0.1, windows=2, step=0.01), "momentum": lh.Hyper(0.0, step=0.01)}
+
+
+def saddle(b, seed_matters=False):
+    """y grows by 1 + lr b a step; chaos in the small. With `seed_matters` the seeds disagree on its direction."""
+    sign = (lambda seed: 1.0 - 2 * (seed % 2)) if seed_matters else (lambda seed: 1.0)
+    return lh.Task(
+        Saddle, lambda m, batch: batch * m(1.0, b), lambda seed: [1.0] * 40, lambda seed: [torch.tensor(sign(seed))]
+    )
+
+
+# --- hybrid ---
+
+
+def test_a_calm_run_stays_exact():
+    exact, hybrid = (
+        lh.hypergradient(saddle(0.5), lh.sgd(), HYPERS, steps=40, engine=e) for e in (lh.Adjoint(), lh.Hybrid())
+    )
+    assert_identical(exact, hybrid)
+    assert hybrid.error is None
+
+
+def test_doubted_values_are_smoothed_and_the_others_stay_exact():
+    # 1.1^40 = 45 for the first window, 1.1^20 = 6.7 for the second
+    exact, hybrid = (
+        lh.hypergradient(saddle(1.0), lh.sgd(), HYPERS, steps=40, engine=e)
+        for e in (lh.Adjoint(), lh.Hybrid(distance=1e-3))
+    )
+    assert hybrid.engine == "adjoint, smoothed for 2 of 3 values"
+    assert hybrid.error["lr"].isfinite().tolist() == [True, False]
+    assert hybrid.error["momentum"].isfinite().tolist() == [True]
+    assert hybrid.grad["lr"][1] == exact.grad["lr"][1]
+    assert hybrid.grad["lr"][0] != exact.grad["lr"][0]
+    for key in HYPERS:  # the saddle is smooth: both are right
+        torch.testing.assert_close(hybrid.grad[key], exact.grad[key], rtol=1e-4, atol=0)
+    assert hybrid.val_loss == exact.val_loss
+
+
+@pytest.mark.parametrize("exact", ["adjoint", "forward"])
+def test_a_hybrid_saved_at_any_step_ends_the_same(exact):
+    engine = lh.Hybrid(exact, distance=0.1, pairs=1)
+    with environment():
+        made = make_problem(saddle(10.0), lh.sgd(), HYPERS, 12, 0)
+        whole = engine.begin(made)
+        saves = []
+        while not whole.done:
+            saves.append(through_a_file(whole.save()))
+            whole.advance()
+        assert len(saves) > 60  # there and back, and several runs more
+        for saved in saves[:: len(saves) // 5]:
+            run = engine.begin(made, saved)
+            while not run.done:
+                run.advance()
+            assert_identical(run.result(), whole.result())
+            assert run.result().error["lr"].tolist() == whole.result().error["lr"].tolist()
+
+
+def test_training_that_fails_is_not_tried_again():
+    found = lh.hypergradient(saddle(1e200), lh.sgd(), HYPERS, steps=40, engine=lh.Hybrid())
+    assert found.status.what == "loss"
+    assert "smoothed" not in found.engine
+
+
+def test_tuning_smooths_what_it_cannot_trust_by_itself():
+    def engine(task, hypers):
+        return lh.tune(task, lh.sgd(), hypers, steps=40, outer_steps=1).history[0].engine
+
+    assert engine(saddle(1.0), HYPERS) == "adjoint, smoothed for 2 of 3 values"
+    assert "smoothed" not in engine(saddle(0.5), HYPERS)
+    assert "smoothed" not in engine(saddle(5.0), {"lr": lh.Hyper(0.1, windows=22)})  # too many runs
+    alone = lh.hypergradient(saddle(5.0), lh.sgd(), HYPERS, steps=40)
+    assert alone.error is None  # asked for alone it is exact
+
+
+def test_without_a_step_tuning_stays_exact():
+    def loss(model, batch, hypers):
+        return model(1.0, 5.0) * hypers["tilt"]
+
+    task = lh.Task(Saddle, loss, lambda seed: [0] * 40, lambda seed: [0])
+    hypers = {"lr": lh.Hyper(0.1, learn=False), "tilt": lh.Hyper(1.0, windows=2)}
+    options = {"steps": 40, "outer_steps": 1, "outer": lh.GradientDescent(1e-9)}
+    assert "smoothed" not in lh.tune(task, lh.sgd(), hypers, **options).history[0].engine
+    hypers["tilt"] = lh.Hyper(1.0, windows=2, step=0.01)
+    assert "smoothed for 2 of 2" in lh.tune(task, lh.sgd(), hypers, **options).history[0].engine
+
+
+# --- doubts from standard errors ---
+
+
+def test_a_sign_needs_its_error():
+    grads = [{"lr": torch.tensor([1.0, 1.0, 1.0])}]
+    error = {"lr": torch.tensor([0.5, 3.0, torch.nan])}
+    assert among_seeds(grads, [{"lr": [""] * 3}], error) == {"lr": ["", "unsure: 63% sure of its sign", ""]}
+    assert sureness(2.0, 1.0) == pytest.approx(0.977, abs=1e-3)
+
+
+def test_the_error_of_a_mean_over_seeds_is_smaller():
+    engine = lh.Factorial(1.0, pairs=4)
+    one, two = (
+        lh.tune(problem("mlp").task, lh.sgd(), HYPERS, steps=9, outer_steps=1, engine=engine, seeds=seeds).history[0]
+        for seeds in (1, 2)
+    )
+    assert one.error["lr"].isfinite().all()
+    each = [
+        lh.hypergradient(problem("mlp").task, lh.sgd(), HYPERS, steps=9, engine=engine, seed=seed).error["lr"]
+        for seed in two.seeds
+    ]
+    torch.testing.assert_close(two.error["lr"], torch.stack(each).square().sum(0).sqrt() / 2)
+    again = lh.OuterStep.from_dict(two.to_dict())
+    assert torch.equal(again.error["lr"], two.error["lr"])
+
+
+# --- the gate ---
+
+
+def step(gate, b=5.0, **options):
+    """One outer step where the first window and the momentum, or all, are amplified."""
+    options = {"outer_steps": 1, "engine": lh.Adjoint(), "gate": gate} | options
+    return lh.tune(saddle(b), lh.sgd(), HYPERS, steps=40, **options).history[-1]
+
+
+def test_the_gate_holds_what_is_doubted_and_lets_the_rest_move():
+    free, waiting, shrinking = (step(gate, b=1.0) for gate in ("off", "wait", "shrink"))
+    assert waiting.doubts == free.doubts == {"lr": ["amplified 5e+01 times", ""], "momentum": ["amplified 5e+01 times"]}
+    assert free.held == {}
+    assert waiting.held == shrinking.held == {"lr": [0], "momentum": [0]}
+    moved = {gate.held != {}: gate.next["lr"] - gate.values["lr"] for gate in (free, waiting)}
+    assert moved[False].abs().tolist() == pytest.approx([0.01, 0.01])
+    assert moved[True].abs().tolist() == pytest.approx([0.0, 0.01])
+    assert torch.equal(waiting.next["lr"], shrinking.next["lr"])
+    assert waiting.outer["gamma"]["lr"].tolist() == pytest.approx([0.01, 0.01])
+    assert shrinking.outer["gamma"]["lr"].tolist() == pytest.approx([0.005, 0.01])
+    assert shrinking.outer["gamma"]["momentum"].tolist() == pytest.approx([0.005])
+
+
+def test_a_gate_is_said_and_written_down():
+    record = step("wait", b=1.0)
+    assert "; held: lr 1; momentum" in one_line(record, 1)
+    assert lh.OuterStep.from_dict(record.to_dict()).held == record.held
+    old = {name: value for name, value in record.to_dict().items() if name not in ("held", "error")}
+    assert lh.OuterStep.from_dict(old).held == {}
+
+
+def test_with_everything_held_the_run_stays_and_goes_on():
+    history = [step("wait", outer_steps=n) for n in (1, 3)]
+    assert history[1].index == 2
+    assert torch.equal(history[1].next["lr"], history[1].values["lr"])
+
+
+def test_a_gate_keeps_its_run_directory(tmp_path):
+    def tuned(gate, steps=2):
+        return lh.tune(
+            saddle(1.0),
+            lh.sgd(),
+            HYPERS,
+            steps=40,
+            outer_steps=steps,
+            engine=lh.Adjoint(),
+            gate=gate,
+            dir=tmp_path / "r",
+        )
+
+    whole = lh.tune(saddle(1.0), lh.sgd(), HYPERS, steps=40, outer_steps=3, engine=lh.Adjoint(), gate="shrink")
+    tuned("shrink")
+    assert tuned("shrink", 3).schedule == whole.schedule
+    with pytest.raises(lh.RunError, match="gate"):
+        tuned("wait", 3)
+
+
+def test_a_gate_that_cannot_be():
+    with pytest.raises(ValueError, match="gate='maybe': expected 'off', 'wait' or 'shrink'"):
+        step("maybe")
+    with pytest.raises(ValueError, match="gate='shrink' with GradientDescent, which has no γ to shrink"):
+        step("shrink", outer=lh.GradientDescent())
+    assert step("wait", outer=lh.GradientDescent()).held
+
+
+# --- recipes ---
+
+
+def test_a_recipe_names_engine_distance_and_gate():
+    made = recipes.make_recipe({"engine": "smoothed", "distance": 0.5, "pairs": 16})
+    assert recipes.engine_of(made) == lh.Factorial(0.5, 16)
+    assert recipes.engine_of(recipes.make_recipe({"engine": "hybrid"})) == lh.Hybrid()
+    assert recipes.engine_of(recipes.make_recipe({"engine": "adjoint", "clip": "auto"})) == lh.Adjoint(clip="auto")
+    assert recipes.engine_of(recipes.make_recipe({"engine": "forward", "clip": 3})) == lh.Forward(clip=3.0)
+    again = recipes.make_recipe(tomllib.loads(recipes.to_toml(made)))
+    assert again == made
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"gate": "wiat"}, "gate = 'wiat'. Did you mean 'wait'"),
+        ({"gate": "shrink", "outer": "adam"}, "gate = 'shrink' with outer = 'adam', which has no γ"),
+        ({"clip": "ten"}, "clip = 'ten': expected a bound, 'auto', or 0"),
+        ({"clip": True}, "clip = True: expected a number or a text"),
+        ({"distance": 0.0}, "distance = 0.0: expected a positive fraction"),
+        ({"pairs": -1}, "pairs = -1: expected at least 0"),
+    ],
+)
+def test_bad_recipes_of_trust(content, words):
+    with pytest.raises(recipes.RecipeError, match=re.escape(words)):
+        recipes.make_recipe(content)
+
+
+def test_a_held_value_is_in_the_report(tmp_path):
+    lh.tune(
+        saddle(1.0), lh.sgd(), HYPERS, steps=40, outer_steps=1, engine=lh.Adjoint(), gate="wait", dir=tmp_path / "r"
+    )
+    page = (report.write_report(tmp_path / "r")).read_text()
+    assert "Hypergradients not to be trusted" in page
+    assert "<td>held</td>" in page

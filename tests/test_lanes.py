@@ -1,0 +1,163 @@
+"""Several training runs as one batched step: the same as one after the other, and only where it can be had."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import longhorizon as lh
+from longhorizon import lanes, tree
+from longhorizon.engines import factorial
+from longhorizon.problem import environment, make_problem
+from problems import Block, Case, classify, mlp, problem, task_of, through_a_file, whole
+
+HYPERS = {"lr": lh.Hyper([0.1, 0.3], windows=2, step=0.05), "momentum": lh.Hyper(0.5, step=0.1)}
+STEPS = 12
+
+
+def runs(case: Case, seeds=(0, 1, 2), values=None):
+    traces = lh.Traces()
+    return [make_problem(case.task, lh.sgd(), HYPERS, STEPS, seed, values, traces) for seed in seeds]
+
+
+class Counting(nn.Module):
+    """Writes into its buffers, one of them whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        h = self.inner(x)
+        if self.training:
+            self.centre.mul_(0.7).add_(0.3 * h.mean(0))
+            self.calls += 1
+        return h - self.centre
+
+
+def words(t):
+    tokens = whole(t, 5, 3, 5)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def predict(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+CASES = {
+    "mlp": lambda: task_of(mlp),
+    "transformer": lambda: task_of(Block, words, predict),
+    "tied": lambda: task_of(lambda: Block(tied=True), words, predict),
+    "buffers": lambda: task_of(Counting),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_lane_is_a_run(name):
+    with environment():
+        made = runs(Case(CASES[name]()))
+        assert lanes.at_once(made[0], 3) == 3
+        made[1] = make_problem(made[1].task, lh.sgd(), HYPERS, STEPS, 1, {"lr": [0.2, 0.05]}, made[0].traces)
+        together = lanes.Lanes(made)
+        losses = [together.step(t) for t in range(STEPS)]
+        judged = together.validation_losses(STEPS)
+        for i, one in enumerate(made):
+            state = one.start
+            for t in range(STEPS):
+                state, loss = one.train_step(state, t)
+                torch.testing.assert_close(losses[t][i], loss, rtol=1e-9, atol=1e-12)
+            for a, b in zip(tree.leaves(together.lane(i)), tree.leaves(state), strict=True):
+                torch.testing.assert_close(a, b.detach(), rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(judged[i], one.validation_loss(state, STEPS), rtol=1e-8, atol=1e-10)
+
+
+def test_how_many_at_once():
+    with environment():
+        (small,) = runs(problem("mlp"), seeds=[0])
+        assert lanes.at_once(small, 24) == 24
+        assert lanes.at_once(small, 1000) == lanes.MOST
+        assert lanes.at_once(small, 1) == 1
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x):
+        return self.inner(x) if float(x.sum()) < 1e9 else self.inner(-x)
+
+
+def strange(model, batch):
+    """Another one where it is batched."""
+    value = classify(model, batch)
+    return value + 1 if torch._C._functorch.peek_interpreter_stack() is not None else value
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", "batchnorm-eval", "generator", "buffers", "transformer", "branches", "differs"]
+)
+def test_what_cannot_be_batched_runs_one_after_the_other(name):
+    if name == "branches":
+        case = Case(task_of(lambda: Branches().double()))
+    elif name == "differs":
+        case = Case(task_of(mlp, loss=strange))
+    else:
+        case = problem(name)
+    with environment():
+        (one,) = runs(case, seeds=[0])
+        assert lanes.at_once(one, 8) == 1
+
+
+def test_a_lane_that_diverges_leaves_the_others_alone():
+    with environment():
+        made = runs(problem("mlp"))
+        together, alone = lanes.Lanes(made), lanes.Lanes([made[0], made[2]])
+        for p in together.state.params.values():
+            p[1] = torch.nan
+        for t in range(STEPS):
+            together.step(t)
+            alone.step(t)
+        first, lost, last = together.validation_losses(STEPS)
+        assert not lost.isfinite()
+        torch.testing.assert_close([first, last], alone.validation_losses(STEPS))
+
+
+def hypergradient(monkeypatch, at_once):
+    case = problem("mlp")
+    monkeypatch.setattr(factorial, "at_once", lambda problem, runs: at_once)
+    return lh.hypergradient(case.task, lh.sgd(), HYPERS, steps=STEPS, engine=lh.Factorial())
+
+
+@pytest.mark.parametrize("at_once", [2, 5, 24])
+def test_a_design_is_the_same_in_groups_of_any_size(monkeypatch, at_once):
+    one, several = hypergradient(monkeypatch, 1), hypergradient(monkeypatch, at_once)
+    for key in HYPERS:
+        torch.testing.assert_close(several.grad[key], one.grad[key], rtol=1e-7, atol=0)
+        torch.testing.assert_close(several.error[key], one.error[key], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 24])
+def test_stopped_anywhere_it_goes_on_to_the_same_bits(monkeypatch, at_once):
+    monkeypatch.setattr(factorial, "at_once", lambda problem, runs: at_once)
+    case = problem("mlp")
+    with environment():
+        (p,) = runs(case, seeds=[0])
+        run = lh.Factorial().begin(p)
+        saved, count = [], 0
+        while not run.done:
+            if count % 7 == 3:
+                saved.append(run.save())
+            run.advance()
+            count += 1
+        expected = run.result()
+        assert run.progress.done == run.progress.total == run.total * STEPS
+        for one in saved:
+            (p,) = runs(case, seeds=[0])
+            again = lh.Factorial().begin(p, through_a_file(one))
+            while not again.done:
+                again.advance()
+            for key in HYPERS:
+                assert torch.equal(again.result().grad[key], expected.grad[key])
