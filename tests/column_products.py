@@ -11,9 +11,12 @@ from longhorizon import kernels
 
 
 def stacked(pairs: Any, one: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The sum of both products, column by column."""
+    """The sum of both products, column by column; what is shared may have columns, too."""
     images, shared, image, own = pairs
-    parts = [] if images is None else [torch.stack([one(x, shared) for x in images])]
+    parts = []
+    if images is not None:
+        others = shared if shared.ndim == 5 else [shared] * len(images)
+        parts.append(torch.stack([one(x, y) for x, y in zip(images, others, strict=True)]))
     parts += [] if image is None else [torch.stack([one(image, x) for x in own])]
     return sum(parts[1:], parts[0])
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import column_products
 import longhorizon as lh
 from longhorizon import compile, convolution, swaps
+from longhorizon.lanes import Lanes
+from longhorizon.problem import environment, make_problem
 
 
 @pytest.fixture
@@ -104,6 +106,24 @@ def test_adjoint_joins_the_two_products_of_a_single_column(counted: Counter[str]
     assert counted["column_convolution, both"] == 4
     assert counted["column_input_gradient, both"] == 2
     assert counted["column_weight_gradient, both"] == 3
+
+
+def test_training_runs_side_by_side_are_columns_with_weights_of_their_own(counted: Counter[str]) -> None:
+    steps = 4
+    with environment():
+        task, traces = _task(steps), lh.Traces()
+        made = [make_problem(task, lh.sgd(), HYPERS, steps, seed, traces=traces) for seed in range(3)]
+        lanes = Lanes(made)
+        losses = torch.stack([lanes.step(t) for t in range(steps)])
+        for i, one in enumerate(made):
+            state = one.start
+            for t in range(steps):
+                state, loss = one.train_step(state, t)
+                torch.testing.assert_close(losses[t, i], loss.detach(), rtol=1e-10, atol=0)
+    assert counted["column_convolution, one"] == 4 + 1  # forth, and back through the second
+    assert counted["column_input_gradient, one"] == 2
+    assert counted["column_weight_gradient, one"] == 4
+    assert not any(name.startswith("aten") for name in counted)
 
 
 @pytest.mark.parametrize("columns", [(), (3,)])

@@ -30,9 +30,15 @@ def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]
     convolve, spread, weigh, precise = convolution.operations()
     for node in list(graph.graph.nodes):
         if node.target is aten.convolution.default:
-            _convolution(graph, node, convolve, tf32)
+            if node.args[8] == 1:
+                _convolution(graph, node, convolve, tf32)
+            else:
+                _grouped(graph, node, convolve, tf32)
         elif node.target is aten.convolution_backward.default:
-            _backward(graph, node, spread, weigh, tf32)
+            if node.args[9] == 1:
+                _backward(graph, node, spread, weigh, tf32)
+            else:
+                _grouped_backward(graph, node, convolve, spread, weigh, tf32)
     for op in (convolve, spread, weigh):
         for node in list(graph.graph.nodes):
             if node.target is aten.add.Tensor:
@@ -143,6 +149,69 @@ def _weight_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any
     return True
 
 
+def _grouped(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
+    """Training runs side by side: every column has an image and a weight of its own, which vmap makes groups of."""
+    arguments: Any = node.args
+    image, weight, bias, *how = arguments
+    kind, columns = _kind(weight, *how, groups=True), how[5]
+    if kind is None or bias is not None:
+        return
+    batch, every, *sides = _shape(node)
+    (made_by_each, channels), outputs = _shape(weight)[:2], every // columns
+    if made_by_each != every or not convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+        return
+    with graph.graph.inserting_before(node):
+        images = _unfolded(graph, image, (batch, columns, channels, *_shape(image)[2:]))
+        weights = _reshaped(graph, weight, (columns, outputs, *_shape(weight)[1:]))
+        shape = (columns, batch, outputs, *sides)
+        made = _made(graph, op, (images, weights, None, None, kind, tf32), shape, node)
+        _put_grouped(graph, node, made)
+
+
+def _grouped_backward(graph: fx.GraphModule, node: fx.Node, convolve: Any, spread: Any, weigh: Any, tf32: bool) -> None:
+    arguments: Any = node.args
+    (grad, image, weight), how, mask = arguments[:3], arguments[4:10], arguments[10]
+    kind, columns = _kind(weight, *how, groups=True), how[5]
+    batch, every, *sides = _shape(grad)
+    channels, outputs, large = _shape(weight)[1], every // columns, _shape(image)[2:]
+    readers = {user.args[1]: user for user in node.users if user.target is getitem}
+    if kind is None or mask[2] or not convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+        return
+    if 0 in readers and not convolution.suits(batch, outputs, channels, tuple(sides), _value(image)):
+        return
+    with graph.graph.inserting_before(node):
+        grads = _unfolded(graph, grad, (batch, columns, outputs, *sides))
+        weights = _reshaped(graph, weight, (columns, outputs, *_shape(weight)[1:]))
+        if 0 in readers:
+            op = spread if how[0][0] == 2 else convolve
+            if op is convolve:  # at stride one the gradient of the image is a convolution with the kernel turned round
+                swapped = _called(graph, aten.transpose.int, (weights, 1, 2), _value(weights).transpose(1, 2))
+                weights = _called(graph, aten.flip.default, (swapped, [3, 4]), _value(swapped))
+            shape = (columns, batch, channels, *large)
+            _put_grouped(graph, readers[0], _made(graph, op, (grads, weights, None, None, kind, tf32), shape, grad))
+        if 1 in readers:
+            images = _unfolded(graph, image, (batch, columns, channels, *large))
+            shape = (columns, outputs, *_shape(weight)[1:])
+            made = _made(graph, weigh, (images, grads, None, None, kind, tf32), shape, weight)
+            readers[1].replace_all_uses_with(_reshaped(graph, made, _shape(weight)))
+
+
+def _put_grouped(graph: fx.GraphModule, node: fx.Node, made: fx.Node) -> None:
+    """In the place of a node with columns in its channels; directly where that is taken apart at once."""
+    columns, batch, *rest = _shape(made)
+    apart = _called(graph, aten.permute.default, (made, _TURN), _value(made).permute(_TURN))
+    for reader in list(node.users):
+        if reader.target is aten.reshape.default and _shape(reader) == (batch, columns, *rest):
+            reader.replace_all_uses_with(apart)
+    node.replace_all_uses_with(_reshaped(graph, apart, _shape(node)))
+
+
+def _called(graph: fx.GraphModule, target: Any, arguments: tuple[Any, ...], value: Tensor) -> fx.Node:
+    node = graph.graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node
+
+
 def _columns(node: fx.Node, first: int, second: int) -> Any:
     """Where a result has columns: ("batch" or "channels", the node that has put them first, (columns, rest))."""
     folded = _only_reader(node, aten.reshape.default)
@@ -206,11 +275,19 @@ def _make_precise(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
 
 
 def _kind(
-    weight: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, output_padding: Any, groups: Any
+    weight: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: Any,
+    output_padding: Any,
+    count: Any,
+    *,
+    groups: bool = False,
 ) -> int | None:
-    """Which of kernels.KINDS it is."""
+    """Which of kernels.KINDS it is; with or without groups."""
     shape = _shape(weight)
-    if len(shape) != 4 or shape[2] != shape[3] or (transposed, groups) != (False, 1):
+    if len(shape) != 4 or shape[2] != shape[3] or transposed or (count > 1) != groups:
         return None
     if len({*stride}) != 1 or len({*padding}) != 1 or {*dilation} != {1}:
         return None
@@ -233,9 +310,7 @@ def _unfolded(graph: fx.GraphModule, node: Any, shape: Shape) -> fx.Node:
     if before.target is aten.permute.default and list(before.args[1]) == _TURN and _shape(before) == shape:
         return before.args[0]  # type: ignore[no-any-return]
     apart = _reshaped(graph, node, shape)
-    first = graph.graph.call_function(aten.permute.default, (apart, _TURN))
-    first.meta["val"] = apart.meta["val"].permute(_TURN)
-    return first
+    return _called(graph, aten.permute.default, (apart, _TURN), _value(apart).permute(_TURN))
 
 
 def _reshaped(graph: fx.GraphModule, node: Any, shape: Shape) -> fx.Node:

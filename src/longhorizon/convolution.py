@@ -4,7 +4,8 @@ cuDNN's kernels are made for many channels. The tangents of a small network are 
 16 to 64 channels, where they reach a tenth of what the device can do; and each tangent of a convolution is a sum of
 two, each of which wants the columns folded into another axis. The kernels here (kernels.cu) take columns as they are
 and make both products in one go, nearly as accurate as float32. Each operation takes two pairs, either of which may be
-missing: every column's own image with what all share, and the image that all share with what is each column's own.
+missing: every column's own image with what all share, and the image that all share with what is each column's own. In
+the first, what is shared may have columns, too: training runs side by side (lanes.py).
 
     column_convolution       result[n, i] = images[n, i] * weight + image[i] * weights[n]
     column_input_gradient    the same, from gradients of the result, at stride two (at stride one it is a convolution)
@@ -157,7 +158,9 @@ def prepare(nodes: Iterable[fx.Node]) -> None:
 def _size(
     pairs: Pairs, columns: int, count: int, channels: int, outputs: int, side: int, kind: int, tf32: bool
 ) -> Size:
-    return Size(columns, count, channels, outputs, side, kind, tf32, pairs[0] is not None, pairs[2] is not None)
+    images, other, image, _ = pairs
+    each = images is not None and other is not None and other.ndim == 5
+    return Size(columns, count, channels, outputs, side, kind, tf32, images is not None, image is not None, each)
 
 
 def _size_of_convolution(pairs: Pairs, kind: int, tf32: bool) -> Size:

@@ -15,6 +15,7 @@
 //   PLANE         floats of a channel in shared memory, chosen so that the lanes of a warp read from different banks
 //   TERMS         3 or 1
 //   OWN, SHARED   whether there is a product with every column's own image, and one with the image that all share
+//   EACH          whether the other factor of a column's own image is its own, too (training runs side by side)
 //   M, T          tiles of a warp: M of 16 rows by T of 8 columns
 
 #define PADDED ((C + 7) / 8 * 8)
@@ -133,8 +134,9 @@ convolve(const float *images, const float4 *weight, const float *image, const fl
     const long long place = (long long)n * count + i;
     float sum[M][T][4] = {};
     fill_with_zeros(tile, PADDED * PLANE);
-    if (OWN) convolve_one(sum, tile, images + place * (C * LARGE * LARGE), weight, strip);
-    weights += n * (TAPS * TAPS * STEPS * (O / 16) * 32);
+    const int weights_before = n * (TAPS * TAPS * STEPS * (O / 16) * 32);
+    if (OWN) convolve_one(sum, tile, images + place * (C * LARGE * LARGE), weight + EACH * weights_before, strip);
+    weights += weights_before;
     if (SHARED) convolve_one(sum, tile, image + (long long)i * (C * LARGE * LARGE), weights, strip);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float *to = result + ((place * O + warp % ACROSS * M * 16 + g) * SIDE + strip * ROWS) * SIDE + t * 2;
@@ -208,8 +210,9 @@ spread(const float *images, const float4 *weight, const float *image, const floa
     const long long place = (long long)n * count + i;
     float sum[4][M][T][4] = {};
     fill_with_zeros(tile, PADDED * PLANE);
-    if (OWN) spread_one(sum, tile, images + place * (C * SIDE * SIDE), weight, strip);
-    weights += n * (TAPS * TAPS * STEPS * (O / 16) * 32);
+    const int weights_before = n * (TAPS * TAPS * STEPS * (O / 16) * 32);
+    if (OWN) spread_one(sum, tile, images + place * (C * SIDE * SIDE), weight + EACH * weights_before, strip);
+    weights += weights_before;
     if (SHARED) spread_one(sum, tile, image + (long long)i * (C * SIDE * SIDE), weights, strip);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float *to = result + ((place * O + warp % ACROSS * M * 16 + g) * LARGE + strip * ROWS * 2) * LARGE + t * 4;
@@ -292,7 +295,7 @@ weigh(const float *images, const float *grad, const float *image, const float *g
         const int i = unit / STRIPS, strip = unit % STRIPS;
         const long long place = (long long)n * count + i;
         if (OWN)
-            weigh_one(sum, tile, flat, grad + (long long)i * (O * SIDE * SIDE),
+            weigh_one(sum, tile, flat, grad + (EACH ? place : i) * (O * SIDE * SIDE),
                       images + (place * C + channel) * LARGE * LARGE, strip);
         if (SHARED)
             weigh_one(sum, tile, flat, grads + place * (O * SIDE * SIDE),

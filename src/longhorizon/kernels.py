@@ -31,6 +31,7 @@ class Size:
         tf32: round to TF32, instead of making up for it.
         own: whether there is a product with every column's own image.
         shared: whether there is one with the image that all share.
+        each: whether the other factor of a column's own image is its own, too.
     """
 
     columns: int
@@ -42,6 +43,7 @@ class Size:
     tf32: bool
     own: bool
     shared: bool
+    each: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _macros(
     taps, _, stride = KINDS[s.kind]
     sizes = (("C", summed), ("O", made), ("SIDE", s.side), ("TAPS", taps), ("STRIDE", stride), ("ROWS", _ROWS))
     form = (("LINES", lines), ("PLANE", plane), ("TERMS", 1 if s.tf32 else 3), ("M", tiles), ("T", across))
-    return (*sizes, *form, ("OWN", int(s.own)), ("SHARED", int(s.shared)))
+    return (*sizes, *form, ("OWN", int(s.own)), ("SHARED", int(s.shared)), ("EACH", int(s.each)))
 
 
 def _strips(s: Size) -> int:

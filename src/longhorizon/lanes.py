@@ -66,12 +66,15 @@ class Lanes:
 def at_once(problem: Problem, runs: int) -> int:
     """How many of so many runs like this one to make at once; 1 where a batched step is no gain or cannot be had.
 
-    No gain: convolutions, which vmap turns into grouped ones. Cannot be had: random numbers in the model, weights that
-    are not trained (each run has its own), operations that vmap refuses, batches that are not tensors or come in a row
-    only. Tried on the first step, and compared with the plain one.
+    No gain: convolutions, which vmap turns into grouped ones, other than in float32 on a GPU (columns.py). Cannot be
+    had: random numbers in the model, weights that are not trained (each run has its own), operations that vmap
+    refuses, batches that are not tensors or come in a row only. Tried on the first step, and compared with the plain
+    one. Where there are too many for one go, the goes are alike, so that one trace serves them.
     """
     most, module = min(runs, MOST, ROOM // max(1, problem.n_params)), problem.inner.functional.module
-    if most < 2 or problem.draws or not problem.batches.is_sequence or _convolves(module):
+    if most < 2 or problem.draws or not problem.batches.is_sequence:
+        return 1
+    if _convolves(module) and not (problem.device.type == "cuda" and problem.dtype == torch.float32):
         return 1
     if not all(p.requires_grad for p in module.parameters()):
         return 1
@@ -85,7 +88,8 @@ def at_once(problem: Problem, runs: int) -> int:
         return 1
     expected = problem.train_step(problem.start, 0)
     got = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, (found, losses))
-    return most if compile.difference(tree.detach(expected), got) is None else 1
+    goes = -(-runs // most)
+    return -(-runs // goes) if compile.difference(tree.detach(expected), got) is None else 1
 
 
 def batched(problem: Problem) -> Callable[..., Any]:
