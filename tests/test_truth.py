@@ -63,6 +63,20 @@ def test_an_interrupted_measurement_goes_on(tmp_path):
         truth(task, lh.sgd(), HYPERS, seeds=4, path=path, **(SETTING | {"steps": 8}))
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 24])
+def test_runs_may_be_made_at_once(monkeypatch, count):
+    made = []
+    monkeypatch.setattr("longhorizon.truth.at_once", lambda problem, runs: made.append(runs) or count)
+    found = truth(problem("mlp").task, lh.sgd(), HYPERS, seeds=2, **SETTING)
+    for seed in range(2):
+        engine = lh.FiniteDifference(SETTING["distance"])
+        one = lh.hypergradient(problem("mlp").task, lh.sgd(), HYPERS, steps=SETTING["steps"], seed=seed, engine=engine)
+        for key in HYPERS:
+            torch.testing.assert_close(found.differences[key][seed], one.grad[key], rtol=1e-6, atol=1e-7)
+        assert float(found.val_loss[seed]) == pytest.approx(one.val_loss, rel=1e-6)
+    assert made == [2 * sum(h.windows for h in HYPERS.values()) + 1] * 2
+
+
 def test_scores_by_hand():
     # Window 0 falls, 1 rises, 2 is unknown, 3 diverged in half of the seeds.
     differences = torch.tensor([[-1.0, 2.0, 1.0, math.nan], [-1.2, 2.2, -1.0, 5.0]], dtype=torch.float64)

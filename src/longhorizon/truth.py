@@ -21,7 +21,8 @@ from longhorizon.cuda import Precision
 from longhorizon.engines import FiniteDifference
 from longhorizon.engines.entry import compute
 from longhorizon.hypers import Hyper
-from longhorizon.problem import environment, make_problem
+from longhorizon.lanes import Lanes, at_once
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rules import Rule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
@@ -102,13 +103,28 @@ def truth(
         for number, seed in enumerate(chosen):
             if str(seed) not in file.seeds:
                 problem = make_problem(task, rule, hypers, steps, seed, values, traces)
-                found = compute(problem, FiniteDifference(distance, only))
-                file.add(seed, found.val_loss, found.grad)
+                file.add(seed, *_differences(problem, FiniteDifference(distance, only)))
             if progress is not None:
                 progress(number + 1, len(chosen))
     rows = [file.seeds[str(seed)] for seed in chosen]
     differences = {key: torch.tensor([_numbers(row["grad"][key]) for row in rows]).double() for key in rows[0]["grad"]}
     return Truth(differences, torch.tensor(_numbers([row["val_loss"] for row in rows]), dtype=torch.float64))
+
+
+def _differences(problem: Problem, engine: FiniteDifference) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a run and its slopes; all runs at once where that pays."""
+    runs = [*(engine.shifted(problem, *run) for run in engine.runs(problem)), problem]
+    count = at_once(problem, len(runs))
+    if count == 1:
+        found = compute(problem, engine)
+        return found.val_loss, found.grad
+    losses: list[Tensor] = []
+    for first in range(0, len(runs), count):
+        lanes = Lanes(runs[first : first + count])
+        for t in range(problem.steps):
+            lanes.step(t)
+        losses += lanes.validation_losses(problem.steps)
+    return float(losses[-1]), engine.slopes(problem, losses)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,27 @@ class FiniteDifference:
             raise ValueError(f"only={{{key!r}: {unknown}}}: {key} has the windows 0 to {len(every) - 1}.")
         return chosen
 
+    def runs(self, problem: Problem) -> list[tuple[str, int, int]]:
+        """The shifted runs, as (key, window, direction)."""
+        return [(key, w, sign) for key in problem.learnt for w in self.windows(problem, key) for sign in (1, -1)]
+
+    def shifted(self, problem: Problem, key: str, w: int, sign: int) -> Problem:
+        """The run with one value shifted."""
+        values = {k: v.clone() for k, v in problem.values.items()}
+        values[key][w] += sign * self.distance(problem, key, float(values[key][w]))
+        return replace(problem, values=values)
+
+    def slopes(self, problem: Problem, losses: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Differences over their distance, from the losses of all shifted runs; NaN for values that were left out."""
+        grads = {}
+        for key in problem.learnt:
+            grads[key] = torch.full((problem.hypers[key].windows,), torch.nan, dtype=torch.float64)
+            grads[key][list(self.windows(problem, key))] = 0
+        for (key, w, sign), loss in zip(self.runs(problem), losses, strict=False):
+            delta = self.distance(problem, key, float(problem.values[key][w]))
+            grads[key][w] += sign * loss.double().cpu() / (2 * delta)
+        return grads
+
     def distance(self, problem: Problem, key: str, value: float) -> float:
         """δ for one value."""
         eps = self.eps.get(key, 1e-4) if isinstance(self.eps, Mapping) else self.eps
@@ -67,7 +88,7 @@ class DifferenceRun:
     def __init__(self, engine: FiniteDifference, problem: Problem, saved: dict[str, Any] | None):
         self.engine, self.problem = engine, problem
         # The middle run last, so that its weights are the ones at hand in the end.
-        self.runs = [(key, w, sign) for key in problem.learnt for w in engine.windows(problem, key) for sign in (1, -1)]
+        self.runs = engine.runs(problem)
         self.total = len(self.runs) + 1
         self.watch = Watch(problem, saved and saved["watch"])
         self.losses: list[Tensor] = list(saved["losses"]) if saved else []
@@ -103,13 +124,7 @@ class DifferenceRun:
 
     def result(self) -> Hypergradient:
         problem = self.problem
-        grads = {}
-        for key in problem.learnt:
-            grads[key] = torch.full((problem.hypers[key].windows,), torch.nan, dtype=torch.float64)
-            grads[key][list(self.engine.windows(problem, key))] = 0
-        for (key, w, sign), loss in zip(self.runs, self.losses, strict=False):
-            delta = self.engine.distance(problem, key, float(problem.values[key][w]))
-            grads[key][w] += sign * loss.cpu() / (2 * delta)
+        grads = self.engine.slopes(problem, self.losses)
         status = Status() if self.watch.first is None else Status("loss", self.watch.first)
         if status.ok and self.losses[-1].isfinite() and not all(bool(loss.isfinite()) for loss in self.losses):
             status = Status("difference", problem.steps)
@@ -127,7 +142,4 @@ class DifferenceRun:
         """The run in hand: one value shifted, or none."""
         if len(self.losses) >= len(self.runs):
             return self.problem
-        key, w, sign = self.runs[len(self.losses)]
-        values = {k: v.clone() for k, v in self.problem.values.items()}
-        values[key][w] += sign * self.engine.distance(self.problem, key, float(values[key][w]))
-        return replace(self.problem, values=values)
+        return self.engine.shifted(self.problem, *self.runs[len(self.losses)])
