@@ -18,6 +18,7 @@ from record import environment, write
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
+from longhorizon import recipe_text
 from longhorizon.offtheshelf import train_off_the_shelf
 
 RESULTS = Path(__file__).parent / "results" / "digits.json"
@@ -67,7 +68,7 @@ def main() -> None:
     content = {
         "environment": environment(),
         "command": "python experiments/digits.py" + (" --smoke" if args.smoke else ""),
-        "recipe": recipes.to_toml(recipe),
+        "recipe": recipe_text.to_toml(recipe),
         "table": table,
         "seconds_per_tuning_run": mean(r["seconds"] for r in runs),
         "runs": runs,

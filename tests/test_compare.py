@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon import compile, offtheshelf, rundir
+from longhorizon import compile, offtheshelf, recipe_text, rundir
 from longhorizon import recipe as recipes
 from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rivals import hyperband, registry, regret, space, testing, workers
@@ -474,7 +474,7 @@ def test_two_workers_over_one_storage_take_up_what_was_left_running(tmp_path, mo
     monkeypatch.chdir(os.path.dirname(__file__))
     chosen = recipes.make_recipe(tomllib.loads(RECIPE))
     settings = {"methods": ["hyperband"], "budget": "16 runs", "test": "none", "outer_steps": chosen.outer_steps}
-    settings |= {"recipe": recipes.to_toml(chosen), "engine": recipes.engine_of(chosen), "steps": chosen.steps}
+    settings |= {"recipe": recipe_text.to_toml(chosen), "engine": recipes.engine_of(chosen), "steps": chosen.steps}
 
     def run(**more):
         hypers, task = recipes.hypers_of(chosen), recipes.task_of(chosen)[0]

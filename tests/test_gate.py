@@ -8,7 +8,7 @@ import torch
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
-from longhorizon import report
+from longhorizon import recipe_text, report
 from longhorizon.console import one_line
 from longhorizon.problem import environment, make_problem
 from longhorizon.trust import among_seeds, sureness
@@ -201,7 +201,7 @@ def test_a_recipe_names_engine_distance_and_gate():
     assert recipes.engine_of(recipes.make_recipe({"engine": "hybrid"})) == lh.Hybrid()
     assert recipes.engine_of(recipes.make_recipe({"engine": "adjoint", "clip": "auto"})) == lh.Adjoint(clip="auto")
     assert recipes.engine_of(recipes.make_recipe({"engine": "forward", "clip": 3})) == lh.Forward(clip=3.0)
-    again = recipes.make_recipe(tomllib.loads(recipes.to_toml(made)))
+    again = recipes.make_recipe(tomllib.loads(recipe_text.to_toml(made)))
     assert again == made
 
 

@@ -17,6 +17,7 @@ import longhorizon as lh
 from longhorizon import cli_compare as comparing
 from longhorizon import export as exporting
 from longhorizon import recipe as recipes
+from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
 from longhorizon.cli_windows import windows
 from longhorizon.console import Display, make_display, numbers
@@ -233,7 +234,7 @@ def init(path: Path) -> None:
     """Write a commented recipe to start from."""
     if path.exists():
         raise click.UsageError(f"{path} exists already; choose another name.")
-    path.write_text(recipes.template())
+    path.write_text(recipe_text.template())
     print(f"wrote {path}; edit it, then run: longhorizon tune {path}")
 
 
@@ -292,7 +293,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
             precision=chosen.precision,  # type: ignore[arg-type]
             dir=path,
             checkpoint_seconds=chosen.checkpoint_seconds,
-            recipe=recipes.to_toml(chosen),
+            recipe=recipe_text.to_toml(chosen),
             on_step=outer,
             progress=inner,
         )

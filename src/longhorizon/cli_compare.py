@@ -12,6 +12,7 @@ import torch
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
+from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
 from longhorizon.recipe import Recipe, RecipeError
 from longhorizon.rivals.arena import Arena
@@ -131,7 +132,7 @@ def run(
             precision=chosen.precision,  # type: ignore[arg-type]
             dir=path,
             checkpoint_seconds=chosen.checkpoint_seconds,
-            recipe=recipes.to_toml(chosen),
+            recipe=recipe_text.to_toml(chosen),
             watcher=Watcher(show.method, show.evaluation, show.progress, show.note),
         )
     except lh.Interrupted as stop:

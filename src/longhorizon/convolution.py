@@ -1,7 +1,7 @@
 """Convolutions for few channels on a GPU: all columns of a tangent at once, on tensor cores.
 
 cuDNN's kernels are made for many channels. The tangents of a small network are convolutions of thousands of images with
-16 to 64 channels, where they reach a tenth of what the device can do; and each tangent of a convolution is a sum of
+16 to 64 channels, where they leave most of the device idle; and each tangent of a convolution is a sum of
 two, each of which wants the columns folded into another axis. The kernels here (kernels.cu) take columns as they are
 and make both products in one go, nearly as accurate as float32. Each operation takes two pairs, either of which may be
 missing: every column's own image with what all share, and the image that all share with what is each column's own. In

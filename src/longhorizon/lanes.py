@@ -32,7 +32,7 @@ class Lanes:
         self.problems = list(problems)
         first = self.problems[0]
         self.state: State = _stacked([p.start for p in self.problems]) if start is None else start
-        self._values = {key: torch.stack([p._on_device[key] for p in self.problems]) for key in first.hypers}
+        self._values = {key: torch.stack([p.on_device[key] for p in self.problems]) for key in first.hypers}
 
     def step(self, t: int) -> Tensor:
         """Take all runs a step further; returns the losses before it."""

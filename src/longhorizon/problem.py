@@ -47,7 +47,7 @@ class Problem:
         params = self.start.params
         self.device = device_of(params)
         self.dtype = next(iter(params.values())).dtype
-        self._on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
+        self.on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
         self.draws = False  # whether a training step draws random numbers; seen when the losses are first called
         self.learnt = [key for key, hyper in self.hypers.items() if hyper.learn]
         self.n_values = sum(self.hypers[key].windows for key in self.learnt)
@@ -59,7 +59,7 @@ class Problem:
 
     def hypers_at(self, step: int) -> Hypers:
         """The value of every entry at a step, as 0-dim tensors."""
-        return {key: values[self.window(key, step)] for key, values in self._on_device.items()}
+        return {key: values[self.window(key, step)] for key, values in self.on_device.items()}
 
     def batch(self, step: int) -> Any:
         """The batch of a step, the same whenever it is asked for."""

@@ -84,8 +84,9 @@ def tune(
         outer_steps: how many hypergradients to take at most.
         outer: how values move: `SignDescent()` (default), `GradientDescent()`, or a function from parameters to a
             `torch.optim` optimizer.
-        engine: how to differentiate. "auto" takes the exact engine that `hypergradient` would, and smoothed differences
-            for values whose exact hypergradient cannot be trusted (see `Hybrid`); with more than 21 values it is exact.
+        engine: how to differentiate. "auto" takes exact hypergradients, from the adjoint where it fits into memory, and
+            smoothed differences for values whose exact one cannot be trusted (see `Hybrid`); with more than 21 values
+            it takes the exact engine that `hypergradient` would.
         seed: of everything.
         seeds: training runs to average each hypergradient over.
         gate: what a value does whose hypergradient is doubted (see `OuterStep.doubts`): "off" moves it all the same,
