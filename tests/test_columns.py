@@ -1,5 +1,6 @@
 """Convolutions of columns in a traced step: recognised, joined, the same as without. The kernels: test_gpu.py."""
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -10,9 +11,16 @@ from torch.nn import functional as F
 
 import column_products
 import longhorizon as lh
-from longhorizon import compile, convolution, swaps
+from longhorizon import compile, convolution, kernels, swaps
 from longhorizon.lanes import Lanes
 from longhorizon.problem import environment, make_problem
+
+MEANINGS = {
+    "column_convolution": lambda *args: column_products.convolved(args[:4], *args[4:]),
+    "column_input_gradient": lambda *args: column_products.spread(args[:4], *args[4:]),
+    "column_weight_gradient": lambda *args: column_products.weighed(args[:4], *args[4:]),
+    "precise_convolution": column_products.precise,
+}
 
 
 @pytest.fixture
@@ -20,10 +28,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The kernels' meaning in their place, for every size and device; counts operations of the graphs that are made."""
     found: Counter[str] = Counter()
     monkeypatch.setattr(convolution, "suits", lambda count, channels, outputs, sides, like: True)
-    monkeypatch.setattr(convolution, "_convolve", column_products.convolved)
-    monkeypatch.setattr(convolution, "_spread", column_products.spread)
-    monkeypatch.setattr(convolution, "_weigh", column_products.weighed)
-    monkeypatch.setattr(convolution, "_precise", column_products.precise)
+    for name, meaning in MEANINGS.items():
+        operation = convolution.OPERATIONS[name]
+        monkeypatch.setitem(convolution.OPERATIONS, name, dataclasses.replace(operation, compute=meaning))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(swaps, "TURNS", {("cpu", torch.float64)})
     simplify = compile.simplify
@@ -43,13 +50,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 class Blocks(nn.Module):
     """Two convolutions that keep the size, a residual sum, and a block with a stride and its shortcut."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 4, 3, padding=1, bias=False)
-        self.second = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.third = nn.Conv2d(4, 8, 3, stride=2, padding=1, bias=False)
-        self.short = nn.Conv2d(4, 8, 1, stride=2, bias=False)
-        self.last = nn.Linear(8, 3)
+        self.first = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.third = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False)
+        self.short = nn.Conv2d(width, 2 * width, 1, stride=2, bias=False)
+        self.last = nn.Linear(2 * width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.softplus(self.first(x))
@@ -57,13 +64,13 @@ class Blocks(nn.Module):
         return self.last(F.softplus(self.third(x) + self.short(x)).mean((2, 3)))  # type: ignore[no-any-return]
 
 
-def _task(steps: int) -> lh.Task:
+def _task(steps: int, width: int, side: int) -> lh.Task:
     generator = torch.Generator().manual_seed(5)
-    images = torch.randn(steps, 5, 3, 8, 8, generator=generator, dtype=torch.float64)
+    images = torch.randn(steps, 5, 3, side, side, generator=generator, dtype=torch.float64)
     labels = torch.randint(3, (steps, 5), generator=generator)
     batches = list(zip(images, labels, strict=True))
     return lh.Task(
-        lambda: Blocks().double(),
+        lambda: Blocks(width).double(),
         lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         lambda seed: batches,
         lambda seed: batches[:1],
@@ -73,9 +80,11 @@ def _task(steps: int) -> lh.Task:
 HYPERS = {"lr": lh.Hyper([0.1, 0.2], windows=2), "momentum": lh.Hyper(0.5), "weight_decay": lh.Hyper(0.01)}
 
 
-def _found(engine: Any) -> Tensor:
+def _found(engine: Any, width: int = 4, side: int = 8) -> Tensor:
     steps = 6
-    return torch.cat(list(lh.hypergradient(_task(steps), lh.sgd(), HYPERS, steps=steps, engine=engine).grad.values()))
+    return torch.cat(
+        list(lh.hypergradient(_task(steps, width, side), lh.sgd(), HYPERS, steps=steps, engine=engine).grad.values())
+    )
 
 
 def test_forward_gives_every_tangent_of_a_convolution_to_one_operation(counted: Counter[str]) -> None:
@@ -98,6 +107,19 @@ def test_forward_gives_every_tangent_of_a_convolution_to_one_operation(counted: 
     assert not any(name.startswith("aten") for name in seen)
 
 
+@pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(compile=True)], ids=repr)
+def test_every_kernel_of_a_graph_is_begun_before_it_is_used(
+    counted: Counter[str], engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[kernels.Plan] = []
+    monkeypatch.setattr(convolution, "available", lambda: True)
+    monkeypatch.setattr(kernels, "prepare", begun.append)
+    _found(engine, width=16, side=16)
+    columns = sum(number for name, number in counted.items() if ", " in name)
+    assert len(begun) == columns + counted["longhorizon.precise_convolution.default"]
+    assert {plan.name for plan in begun} == {"convolve", "spread", "weigh", "precise"}
+
+
 def test_adjoint_joins_the_two_products_of_a_single_column(counted: Counter[str]) -> None:
     plain = _found(lh.Adjoint(compile=False))
     assert not counted
@@ -111,7 +133,7 @@ def test_adjoint_joins_the_two_products_of_a_single_column(counted: Counter[str]
 def test_training_runs_side_by_side_are_columns_with_weights_of_their_own(counted: Counter[str]) -> None:
     steps = 4
     with environment():
-        task, traces = _task(steps), lh.Traces()
+        task, traces = _task(steps, 4, 8), lh.Traces()
         made = [make_problem(task, lh.sgd(), HYPERS, steps, seed, traces=traces) for seed in range(3)]
         lanes = Lanes(made)
         losses = torch.stack([lanes.step(t) for t in range(steps)])

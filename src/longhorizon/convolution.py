@@ -16,6 +16,7 @@ Measured by benchmarks/convolutions.py.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from longhorizon import kernels
-from longhorizon.kernels import KINDS, Size
+from longhorizon.kernels import KINDS, Plan, Size
 
 CHANNELS = (*range(1, 9), 16, 32, 64)
 OUTPUTS = (16, 32, 64)
@@ -69,65 +70,22 @@ def arranged(weight: Tensor) -> Tensor:
 
 @cache
 def operations() -> tuple[Callable[..., Tensor], ...]:
-    """`column_convolution`, `column_input_gradient` and `column_weight_gradient`, such as can stand in a graph."""
+    """The four of them in this order, such as can stand in a graph."""
+    return tuple(_registered(*item) for item in OPERATIONS.items())
 
-    @torch.library.custom_op("longhorizon::column_convolution", mutates_args=())
-    def convolve(
-        images: Tensor | None, weight: Tensor | None, image: Tensor | None, weights: Tensor | None, how: int, tf32: bool
-    ) -> Tensor:
-        return _convolve((images, weight, image, weights), how, tf32)
 
-    @convolve.register_fake
-    def _(
-        images: Tensor | None, weight: Tensor | None, image: Tensor | None, weights: Tensor | None, how: int, tf32: bool
-    ) -> Tensor:
-        first, kernel, columns = read((images, weight, image, weights))
-        side = first.shape[-1] // KINDS[how][2]
-        return first.new_empty(columns, first.shape[-4], kernel.shape[-4], side, side)
+def _registered(name: str, operation: "Operation") -> Callable[..., Tensor]:
+    def compute(*args: Any) -> Tensor:
+        return OPERATIONS[name].compute(*args)
 
-    @torch.library.custom_op("longhorizon::column_input_gradient", mutates_args=())
-    def spread(
-        images: Tensor | None, weight: Tensor | None, image: Tensor | None, weights: Tensor | None, how: int, tf32: bool
-    ) -> Tensor:
-        return _spread((images, weight, image, weights), how, tf32)
+    def shaped(*args: Any) -> Tensor:
+        like: Tensor = next(x for x in args if isinstance(x, Tensor))
+        return like.new_empty(operation.shape(operation.size(*args)))
 
-    @spread.register_fake
-    def _(
-        images: Tensor | None, weight: Tensor | None, image: Tensor | None, weights: Tensor | None, how: int, tf32: bool
-    ) -> Tensor:
-        first, kernel, columns = read((images, weight, image, weights))
-        side = first.shape[-1] * 2
-        return first.new_empty(columns, first.shape[-4], kernel.shape[-3], side, side)
-
-    @torch.library.custom_op("longhorizon::column_weight_gradient", mutates_args=())
-    def weigh(
-        images: Tensor | None, grad: Tensor | None, image: Tensor | None, grads: Tensor | None, how: int, tf32: bool
-    ) -> Tensor:
-        return _weigh((images, grad, image, grads), how, tf32)
-
-    @weigh.register_fake
-    def _(
-        images: Tensor | None, grad: Tensor | None, image: Tensor | None, grads: Tensor | None, how: int, tf32: bool
-    ) -> Tensor:
-        first, other, columns = read((images, grad, image, grads))
-        return first.new_empty(columns, other.shape[-3], first.shape[-3], KINDS[how][0], KINDS[how][0])
-
-    @torch.library.custom_op("longhorizon::precise_convolution", mutates_args=())
-    def precise(image: Tensor, weight: Tensor, how: int) -> Tensor:
-        return _precise(image, weight, how)
-
-    @precise.register_fake
-    def _(image: Tensor, weight: Tensor, how: int) -> Tensor:
-        side = image.shape[-1] // KINDS[how][2]
-        return image.new_empty(image.shape[0], weight.shape[0], side, side)
-
-    ops: Any = torch.ops.longhorizon
-    return (
-        ops.column_convolution.default,
-        ops.column_input_gradient.default,
-        ops.column_weight_gradient.default,
-        ops.precise_convolution.default,
-    )
+    full = f"longhorizon::{name}"
+    torch.library.custom_op(full, compute, mutates_args=(), schema=operation.schema).register_fake(shaped)
+    op: Callable[..., Tensor] = getattr(torch.ops.longhorizon, name).default
+    return op
 
 
 def read(pairs: Pairs) -> tuple[Tensor, Tensor, int]:
@@ -142,91 +100,110 @@ def read(pairs: Pairs) -> tuple[Tensor, Tensor, int]:
 
 def prepare(nodes: Iterable[fx.Node]) -> None:
     """Begin to build the kernels of a graph's operations; it takes seconds, and there is other work meanwhile."""
-    convolve, spread, weigh, precise = operations()
+    of: dict[Any, Operation] = dict(zip(operations(), OPERATIONS.values(), strict=True))
     for node in nodes:
-        given: Any = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
-        if node.target is convolve:
-            kernels.prepare(kernels.convolve(_size_of_convolution(tuple(given[:4]), *given[4:])))
-        elif node.target is spread:
-            kernels.prepare(kernels.spread(_size_of_spread(tuple(given[:4]), *given[4:])))
-        elif node.target is weigh:
-            kernels.prepare(kernels.weigh(_size_of_weigh(tuple(given[:4]), *given[4:])))
-        elif node.target is precise:
-            kernels.prepare(kernels.precise(_size_of_precise(*given)))
+        if operation := of.get(node.target):
+            given = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
+            kernels.prepare(operation.plan(operation.size(*given)))
 
 
-def _size(
-    pairs: Pairs, columns: int, count: int, channels: int, outputs: int, side: int, kind: int, tf32: bool
-) -> Size:
-    images, other, image, _ = pairs
-    each = images is not None and other is not None and other.ndim == 5
-    return Size(columns, count, channels, outputs, side, kind, tf32, images is not None, image is not None, each)
+@dataclass(frozen=True)
+class Operation:
+    """An operation in a graph: what it computes, with which kernel, and the shape of the result."""
+
+    compute: Callable[..., Tensor]
+    size: Callable[..., Size]  # of its arguments
+    plan: Callable[[Size], Plan]
+    shape: Callable[[Size], tuple[int, ...]]
+    schema: str = "(Tensor? images, Tensor? other, Tensor? image, Tensor? others, int kind, bool tf32) -> Tensor"
 
 
-def _size_of_convolution(pairs: Pairs, kind: int, tf32: bool) -> Size:
-    image, weight, columns = read(pairs)
-    count, channels, side = image.shape[-4], image.shape[-3], image.shape[-1] // KINDS[kind][2]
-    return _size(pairs, columns, count, channels, weight.shape[-4], side, kind, tf32)
-
-
-def _size_of_precise(image: Tensor, weight: Tensor, kind: int) -> Size:
-    return _size_of_convolution((image[None], weight, None, None), kind, False)
-
-
-def _size_of_spread(pairs: Pairs, kind: int, tf32: bool) -> Size:
-    grad, weight, columns = read(pairs)
-    return _size(pairs, columns, grad.shape[-4], weight.shape[-3], weight.shape[-4], grad.shape[-1], kind, tf32)
-
-
-def _size_of_weigh(pairs: Pairs, kind: int, tf32: bool) -> Size:
-    image, grad, columns = read(pairs)
-    return _size(pairs, columns, image.shape[-4], image.shape[-3], grad.shape[-3], grad.shape[-1], kind, tf32)
-
-
-def _convolve(pairs: Pairs, kind: int, tf32: bool) -> Tensor:
-    size = _size_of_convolution(pairs, kind, tf32)
-    result = read(pairs)[0].new_empty(size.columns, size.count, size.outputs, size.side, size.side)
-    kernels.run(kernels.convolve(size), _arranged(pairs), [result, size.columns, size.count])
+def _convolve(*args: Any) -> Tensor:
+    size = _size_of_convolution(*args)
+    result = read(args[:4])[0].new_empty(_shape_of_convolution(size))
+    kernels.run(kernels.convolve(size), _each(args[:4], arranged), [result, size.columns, size.count])
     return result
 
 
-def _spread(pairs: Pairs, kind: int, tf32: bool) -> Tensor:
-    size = _size_of_spread(pairs, kind, tf32)
-    result = read(pairs)[0].new_empty(size.columns, size.count, size.channels, 2 * size.side, 2 * size.side)
-    images, weight, image, weights = pairs
-    turned = _arranged((images, _turned(weight), image, _turned(weights)))
+def _size_of_convolution(*args: Any) -> Size:
+    image, weight, columns = read(args[:4])
+    count, channels, side = image.shape[-4], image.shape[-3], image.shape[-1] // KINDS[args[4]][2]
+    return _size(args, columns, count, channels, weight.shape[-4], side)
+
+
+def _shape_of_convolution(size: Size) -> tuple[int, ...]:
+    return (size.columns, size.count, size.outputs, size.side, size.side)
+
+
+def _spread(*args: Any) -> Tensor:
+    size = _size_of_spread(*args)
+    result = read(args[:4])[0].new_empty(_shape_of_spread(size))
+    turned = _each(args[:4], lambda weight: arranged(weight.transpose(-4, -3)))
     kernels.run(kernels.spread(size), turned, [result, size.columns, size.count])
     return result
 
 
-def _weigh(pairs: Pairs, kind: int, tf32: bool) -> Tensor:
-    size = _size_of_weigh(pairs, kind, tf32)
-    plan, taps = kernels.weigh(size), KINDS[kind][0]
-    result = read(pairs)[0].new_empty(plan.parts, size.columns, size.outputs, size.channels, taps, taps)
-    kernels.run(plan, pairs, [result, size.columns, size.count, plan.per_part])
-    return result.sum(0)
+def _size_of_spread(*args: Any) -> Size:
+    grad, weight, columns = read(args[:4])
+    return _size(args, columns, grad.shape[-4], weight.shape[-3], weight.shape[-4], grad.shape[-1])
+
+
+def _shape_of_spread(size: Size) -> tuple[int, ...]:
+    return (size.columns, size.count, size.channels, 2 * size.side, 2 * size.side)
+
+
+def _weigh(*args: Any) -> Tensor:
+    size = _size_of_weigh(*args)
+    plan = kernels.weigh(size)
+    parts = read(args[:4])[0].new_empty(plan.parts, *_shape_of_weigh(size))
+    kernels.run(plan, args[:4], [parts, size.columns, size.count, plan.per_part])
+    return parts.sum(0)
+
+
+def _size_of_weigh(*args: Any) -> Size:
+    image, grad, columns = read(args[:4])
+    return _size(args, columns, image.shape[-4], image.shape[-3], grad.shape[-3], grad.shape[-1])
+
+
+def _shape_of_weigh(size: Size) -> tuple[int, ...]:
+    taps = KINDS[size.kind][0]
+    return (size.columns, size.outputs, size.channels, taps, taps)
 
 
 def _precise(image: Tensor, weight: Tensor, kind: int) -> Tensor:
     size = _size_of_precise(image, weight, kind)
-    result = image.new_empty(size.count, size.outputs, size.side, size.side)
+    result = image.new_empty(_shape_of_convolution(size)[1:])
     padded = F.pad(weight, (0, 0, 0, 0, 0, -size.channels % 4))
     parts = padded.reshape(size.outputs // 8, 8, -(-size.channels // 4), 4, weight.shape[-1] ** 2)
-    ready = parts.permute(4, 2, 0, 1, 3).contiguous()
-    kernels.run(kernels.precise(size), (image, ready), [result, size.count])
+    kernels.run(kernels.precise(size), (image, parts.permute(4, 2, 0, 1, 3)), [result, size.count])
     return result
 
 
-def _arranged(pairs: Pairs) -> Pairs:
+def _size_of_precise(image: Tensor, weight: Tensor, kind: int) -> Size:
+    return _size_of_convolution(image[None], weight, None, None, kind, False)
+
+
+def _size(args: tuple[Any, ...], columns: int, count: int, channels: int, outputs: int, side: int) -> Size:
+    images, other, image, _, kind, tf32 = args
+    each = images is not None and other.ndim == 5
+    return Size(columns, count, channels, outputs, side, kind, tf32, images is not None, image is not None, each)
+
+
+def _each(pairs: Pairs, change: Callable[[Tensor], Tensor]) -> Pairs:
+    """Both weights changed, where they are."""
     images, weight, image, weights = pairs
-    return (
-        images,
-        weight if weight is None else arranged(weight),
-        image,
-        weights if weights is None else arranged(weights),
-    )
+    return images, weight if weight is None else change(weight), image, weights if weights is None else change(weights)
 
 
-def _turned(weight: Tensor | None) -> Tensor | None:
-    """Channels and outputs change places."""
-    return weight if weight is None else weight.transpose(-4, -3)
+OPERATIONS = {
+    "column_convolution": Operation(_convolve, _size_of_convolution, kernels.convolve, _shape_of_convolution),
+    "column_input_gradient": Operation(_spread, _size_of_spread, kernels.spread, _shape_of_spread),
+    "column_weight_gradient": Operation(_weigh, _size_of_weigh, kernels.weigh, _shape_of_weigh),
+    "precise_convolution": Operation(
+        _precise,
+        _size_of_precise,
+        kernels.precise,
+        lambda size: _shape_of_convolution(size)[1:],
+        "(Tensor image, Tensor weight, int kind) -> Tensor",
+    ),
+}

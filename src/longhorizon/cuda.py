@@ -49,6 +49,7 @@ def current_precision() -> Precision:
 
 def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], None]) -> Callable[..., list[Tensor]]:
     """A traced function compiled for the GPU that its arguments are on, for arguments of these shapes."""
+    args = [x.clone() for x in args]  # a copy of a view has no gaps, and compiled code insists on its strides
     with torch.no_grad():
         try:
             fast = _inductor(graph, args)
@@ -57,7 +58,8 @@ def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], Non
         reseed()
         fast(*args)
         if _is_random(graph):
-            return fast  # a recorded graph would draw the same numbers again
+            # A recorded graph would draw the same numbers again.
+            return lambda *given: fast(*(x.clone() for x in given))
         return Recorded(fast, args)
 
 
