@@ -55,6 +55,8 @@ def traced(
             return plain(*args)
         if not known:
             cache[full] = _trace(fn, args, reseed, plain)
+            if any(isinstance(x, Tensor) and x.is_cuda for x in flat):
+                cuda.tidy()
             reseed()
         graph = cache[full]
         return plain(*args) if graph is None else graph(flat)
