@@ -37,7 +37,7 @@ class Entrant:
     """A method with what was chosen for it."""
 
     method: str
-    engine: str = ""  # of fds: "adjoint" or "forward"
+    engine: str = ""  # of fds: "adjoint", "forward" or "hybrid"
     clip: float | None = None
     horizons: tuple[float, ...] = ()  # of fds: epochs of its outer steps' training runs; a whole run without them
     precision: str = "float32"
@@ -52,6 +52,8 @@ class Entrant:
     def differentiates(self, device: str) -> Any:
         if not self.engine:
             return "auto"
+        if self.engine == "hybrid":
+            return lh.Hybrid()
         compiled = record.compiles("auto", device)  # the first run, of one epoch, is followed by long ones
         kind = lh.Adjoint if self.engine == "adjoint" else lh.Forward
         return kind(clip=self.clip, compile=compiled)
@@ -211,6 +213,8 @@ def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Names
         names = [method.name for method in chosen(names)]  # "all" is every one
     except (ImportError, ValueError) as error:  # an unknown name, or a package that is not there
         raise SystemExit(f"--methods {','.join(names)}: {error}") from None
+    if args.clip is not None and args.engine == "hybrid":
+        raise SystemExit(f"--clip {args.clip:g}: the hybrid has none; leave it out, or choose another --engine.")
     clip = args.clip if args.clip is not None else 10.0 if args.engine == "forward" else None
     if clip is not None and clip < 0:
         raise SystemExit(f"--clip {clip:g}: expected a positive bound, or 0 for none.")

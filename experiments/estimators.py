@@ -1,11 +1,12 @@
 """Estimators of hypergradients against the truth, at their cost in plain training runs.
 
     python experiments/estimators.py                     all tasks whose truth is there
-    python experiments/estimators.py --task digits-hot   one of them
+    python experiments/estimators.py --task digits-hot   one of them; cifar-5 and cifar-10 on a GPU
 
 The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
 by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
-each costs: its processor time over that of a plain training run, one measured right after the other.
+each costs: its processor time (on a GPU its seconds) over that of a plain training run, one measured right after the
+other.
 
 Result: experiments/results/estimators-TASK.json; docs/trust.md shows them.
 """
@@ -14,18 +15,30 @@ import json
 import statistics
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from prototypes import NonExpansive
 from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
-from truth import DISTANCE, TASKS, averaged, estimate, rounded_score, setting, stacked
+from truth import (
+    COMPILED,
+    DISTANCE,
+    FOR_A_GPU,
+    TASKS,
+    averaged,
+    estimate,
+    on_device,
+    rounded_score,
+    setting,
+    stacked,
+)
 
 import longhorizon as lh
-from longhorizon.problem import environment, make_problem
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.truth import Truth, score
 
-CLOCKED = {"digits": 2, "mnist": 1}  # times that each estimator is timed; the median counts
+CLOCKED = {"digits": 2, "mnist": 1, "cifar10": 1}  # times that each estimator is timed; the median counts
 
 
 def engines(hypers: dict[str, lh.Hyper], name: str, smoke: bool = False) -> dict[str, Any]:
@@ -76,25 +89,38 @@ def voted(estimates: dict[str, torch.Tensor], count: int) -> dict[str, torch.Ten
     }
 
 
-def plain_seconds(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int) -> float:
+def clock(on: str) -> float:
+    """Of the processor; of the wall, when all is done, on a GPU."""
+    if on != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def plain_seconds(problem: Problem) -> float:
     """One training run without derivatives, and its validation."""
-    with environment():
-        problem = make_problem(task, lh.sgd(), hypers, steps, 0)
-        began, state = time.process_time(), problem.start
-        for t in range(steps):
-            state, _ = problem.train_step(state, t)
-        problem.validation_loss(state, steps)
-        return time.process_time() - began
+    on, step, state = problem.device.type, problem.stepper(problem.steps), problem.start
+    began = clock(on)
+    for t in range(problem.steps):
+        state, _ = step(state, t)
+    problem.validation_loss(state, problem.steps)
+    return clock(on) - began
 
 
-def cost(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, times: int) -> dict[str, float]:
+def cost(
+    task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, times: int, traces: lh.Traces
+) -> dict[str, float]:
     """What an estimate costs in plain runs."""
     ratios, seconds = [], []
     for seed in range(times):
-        plain = plain_seconds(task, hypers, steps)
-        began = time.process_time()
-        lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed)
-        seconds.append(time.process_time() - began)
+        with environment():
+            problem = make_problem(task, lh.sgd(), hypers, steps, 0, traces=traces)
+            if problem.device.type == "cuda":
+                problem.stepper(steps)(problem.start, 0)  # compiles
+            plain = plain_seconds(problem)
+        began = clock(problem.device.type)
+        lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed, traces=traces)
+        seconds.append(clock(problem.device.type) - began)
         ratios.append(seconds[-1] / plain)
     return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
 
@@ -114,7 +140,7 @@ def sure(rows: list[dict[str, Any]], true: Truth, z: float) -> dict[str, float]:
 
 
 def one(args: Any, name: str) -> None:
-    path = RESULTS / f"truth-{name}.json"
+    path = args.truth or RESULTS / f"truth-{name}.json"
     if args.smoke:
         path = args.work / f"truth-{name}-smoke.json"
     if not path.exists():
@@ -123,14 +149,18 @@ def one(args: Any, name: str) -> None:
     found = json.loads(path.read_text())
     true, steps = as_truth(found), found["settings"]["steps"]
     task, hypers = setting(args, name)
-    torch.set_num_threads(1)
-    count, clocked = (2, 1) if args.smoke else (args.estimates, CLOCKED[TASKS[name].data])
+    traces, timed = lh.Traces(), COMPILED if name in FOR_A_GPU else TIMED
+    if on_device(args, name) == "cpu":
+        torch.set_num_threads(1)
+    count, clocked = (
+        (2, 1) if args.smoke else (args.estimates or min(24, TASKS[name].estimates), CLOCKED[TASKS[name].data])
+    )
     work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE})
     rows: dict[str, Any] = dict(found["estimates"])
     sureness = {}
     for label, engine in engines(hypers, name, args.smoke).items():
         rows[label] = [
-            work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s))
+            work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s, traces))
             for seed in range(count)
         ]
         if all("error" in row for row in rows[label]):
@@ -138,9 +168,9 @@ def one(args: Any, name: str) -> None:
         said = score(stacked(rows[label]), true)
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
     costs = {
-        label: work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked))
-        for label, engine in (TIMED | engines(hypers, name, args.smoke)).items()
-        if not (args.smoke and label in TIMED)
+        label: work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces))
+        for label, engine in (timed | engines(hypers, name, args.smoke)).items()
+        if not (args.smoke and label in timed)
     }
     scores = {label: asdict(score(stacked(given), true)) for label, given in rows.items()}
     for label in ("exact", "clip 10"):
@@ -167,7 +197,8 @@ def one(args: Any, name: str) -> None:
 def main() -> None:
     parser = arguments(__doc__, "estimators")
     parser.add_argument("--task", choices=TASKS, help="one of them; without it all")
-    parser.add_argument("--estimates", type=int, default=24, help="of each estimator that this script adds")
+    parser.add_argument("--estimates", type=int, help="of each that this script adds; 24, or 6 for CIFAR-10 without it")
+    parser.add_argument("--truth", type=Path, metavar="FILE", help="truth.py's result; where it writes it without this")
     args = parse(parser)
     for name in [args.task] if args.task else TASKS:
         one(args, name)

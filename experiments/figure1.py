@@ -15,8 +15,9 @@ Settings. FDS takes ten outer steps of Algorithm 2, the first on 1 epoch and the
 says "10 epochs for some outer steps" and not which. What it ends with is trained once for 50 epochs, on its clock, and
 is its choice. `--engine forward` is the paper's: forward mode, H·Z clipped at ±10. `--engine adjoint` takes exact
 hypergradients of the same runs by walking back, at a cost that does not depend on the number of values. `--clip`
-bounds H·Z or H·q (0: not at all). Both can stand side by side in the figure. Hypergradient descent is run again and
-again, from zero and then from random points of the range. The searches are Optuna's, not HpBandSter's
+bounds H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact, and smoothed differences for the
+values that its meter doubts (docs/trust.md). All can stand side by side in the figure. Hypergradient descent is run
+again and again, from zero and then from random points of the range. The searches are Optuna's, not HpBandSter's
 (docs/compare.md); Hyperband and BOHB judge first after 50/27 epochs, the shortest rung of at least one. A test has as
 many steps as a training run, on 5 % more images.
 """
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--methods", default="fds", help="names, with commas between them")
     parser.add_argument("--seeds", default="0", help="whole numbers, with commas between them")
     parser.add_argument("--budget", default="2h", help="of each search and of hd, with each seed: '2h', '30 runs'")
-    parser.add_argument("--engine", choices=["adjoint", "forward"], default="adjoint", help="of fds")
+    parser.add_argument("--engine", choices=["adjoint", "forward", "hybrid"], default="adjoint", help="of fds")
     parser.add_argument("--clip", type=float, help="of fds; 10 for forward and none for adjoint without it")
     parser.add_argument("--horizons", default="1,10", help="epochs of FDS's outer steps, the last one repeating")
     parser.add_argument("--gather", action="store_true", help="only write the result from what is there")

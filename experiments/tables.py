@@ -33,6 +33,7 @@ FIGURE2 = {
 FIGURE1 = {  # the start of a label -> what it is, and the paper's test accuracy and hours
     "fds-forward": ("FDS, forward, as the paper", "89.4 ± 0.3 % in 3 h"),
     "fds-adjoint": ("FDS, adjoint", "– (forward: 89.4 ± 0.3 % in 3 h)"),
+    "fds-hybrid": ("FDS, this library's default", "– (forward: 89.4 ± 0.3 % in 3 h)"),
     "hd": ("hypergradient descent", "80.6 ± 1.0 %"),
     "bohb": ("BOHB", "89.1 ± 0.5 % in 55–60 h"),
     "hyperband": ("Hyperband", "84.1 ± 4.1 %"),
@@ -116,8 +117,8 @@ def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:
 
 def _figure1(found: dict[str, Any] | None, start: str, name: str, paper: str) -> list[list[str]]:
     """A row for every variant of a method that was run."""
-    method = start.partition("-")[0]
-    command = f"python experiments/figure1.py --methods {method}" + (" --engine forward" * (start == "fds-forward"))
+    method, _, engine = start.partition("-")
+    command = f"python experiments/figure1.py --methods {method}" + f" --engine {engine}" * bool(engine)
     own = [r for r in found["table"] if r["method"] == start or r["method"].startswith(f"{start}-")] if found else []
     if found is None or not own:
         return [[name, paper, NOT_RUN, f"`{command}`", NOT_RUN, "–"]]

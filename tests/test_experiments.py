@@ -197,7 +197,7 @@ def test_scripts_need_no_extras():
 
 
 def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
-    """Entrants in several calls, and in both engines, come together in one result."""
+    """Entrants in several calls, and in all engines, come together in one result."""
     import plot
     import tables
 
@@ -209,9 +209,10 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     assert grid["trainings"] == {"1": 135, "2": 45, "7": 15, "22": 5}
     assert grid["winner"]["lr"] in (0.05, 0.1, 0.2, 0.4, 0.6)
     assert grid["winner"]["decay"] in (0.1, 0.2, 0.4)
+    inside("figure1", "--engine", "hybrid")
     both = inside("figure1", "--engine", "forward", "--seeds", "0,1")
     labels = {row["method"]: row for row in both["table"]}
-    assert labels.keys() == {"fds-adjoint", "fds-forward-clip10", "bohb", "grid-halving"}
+    assert labels.keys() == {"fds-adjoint", "fds-forward-clip10", "fds-hybrid", "bohb", "grid-halving"}
     assert labels["fds-forward-clip10"]["seeds"] == 2
     assert both["against"] == "grid-halving"
     assert labels["grid-halving"]["regret"] == 0
@@ -224,8 +225,8 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     assert "against the best of grid-halving" in text
     (figure,) = plot.figure1(both, tmp_path)
     plot.save_picture(figure, tmp_path / "figure1.png")
-    assert [len(panel.lines) for panel in figure.panels] == [4, 4, 1]
-    assert len(set(plot._colours(list(labels)))) == 4
+    assert [len(panel.lines) for panel in figure.panels] == [5, 5, 1]
+    assert len(set(plot._colours(list(labels)))) == 5
 
 
 @pytest.mark.slow
