@@ -35,7 +35,7 @@ from truth import (
 )
 
 import longhorizon as lh
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import environment, make_problem
 from longhorizon.truth import Truth, score
 
 CLOCKED = {"digits": 2, "mnist": 1, "cifar10": 1}  # times that each estimator is timed; the median counts
@@ -97,30 +97,30 @@ def clock(on: str) -> float:
     return time.perf_counter()
 
 
-def plain_seconds(problem: Problem) -> float:
-    """One training run without derivatives, and its validation."""
-    on, step, state = problem.device.type, problem.stepper(problem.steps), problem.start
-    began = clock(on)
-    for t in range(problem.steps):
-        state, _ = step(state, t)
-    problem.validation_loss(state, problem.steps)
-    return clock(on) - began
+def plain_seconds(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, traces: lh.Traces | None = None) -> float:
+    """One training run without derivatives, and its validation; what compiling takes is left out."""
+    with environment():
+        problem = make_problem(task, lh.sgd(), hypers, steps, 0, traces=traces)
+        on, step, state = problem.device.type, problem.stepper(steps), problem.start
+        if on == "cuda":
+            step(state, 0)
+        began = clock(on)
+        for t in range(steps):
+            state, _ = step(state, t)
+        problem.validation_loss(state, steps)
+        return clock(on) - began
 
 
 def cost(
-    task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, times: int, traces: lh.Traces
+    task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, times: int, traces: lh.Traces, on: str
 ) -> dict[str, float]:
     """What an estimate costs in plain runs."""
     ratios, seconds = [], []
     for seed in range(times):
-        with environment():
-            problem = make_problem(task, lh.sgd(), hypers, steps, 0, traces=traces)
-            if problem.device.type == "cuda":
-                problem.stepper(steps)(problem.start, 0)  # compiles
-            plain = plain_seconds(problem)
-        began = clock(problem.device.type)
+        plain = plain_seconds(task, hypers, steps, traces)
+        began = clock(on)
         lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed, traces=traces)
-        seconds.append(clock(problem.device.type) - began)
+        seconds.append(clock(on) - began)
         ratios.append(seconds[-1] / plain)
     return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
 
@@ -150,7 +150,8 @@ def one(args: Any, name: str) -> None:
     true, steps = as_truth(found), found["settings"]["steps"]
     task, hypers = setting(args, name)
     traces, timed = lh.Traces(), COMPILED if name in FOR_A_GPU else TIMED
-    if on_device(args, name) == "cpu":
+    on = on_device(args, name)
+    if on == "cpu":
         torch.set_num_threads(1)
     count, clocked = (
         (2, 1) if args.smoke else (args.estimates or min(24, TASKS[name].estimates), CLOCKED[TASKS[name].data])
@@ -168,7 +169,7 @@ def one(args: Any, name: str) -> None:
         said = score(stacked(rows[label]), true)
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
     costs = {
-        label: work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces))
+        label: work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on))
         for label, engine in (timed | engines(hypers, name, args.smoke)).items()
         if not (args.smoke and label in timed)
     }

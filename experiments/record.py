@@ -158,18 +158,17 @@ def tested(
 
     All tests of a script share `traces`, so that the step is compiled once.
     """
-    found = []
-    for seed in range(seeds):
-        unit = f"test-{name}-{seed}"
-        new = not work.has(unit)
+    last = [time.perf_counter()]
 
-        def one(seed: int = seed) -> Any:
-            done = lh.retrain(task, rule, hypers, values, steps=steps, seeds=[seed], traces=traces)
-            return {"loss": done.test_loss[0], "accuracy": done.metrics["accuracy"][0]}
+    def done(seed: int, scores: dict[str, float]) -> None:
+        last.append(time.perf_counter())  # of runs side by side, the first has the time of all
+        work.unit(f"test-{name}-{seed}", lambda: scores | {"seconds": last[-1] - last[-2]})
+        say(f"{name}, test seed {seed + 1} of {seeds}: accuracy {100 * scores['accuracy']:.2f} %")
 
-        found.append(work.unit(unit, one))
-        if new:
-            say(f"{name}, test seed {seed + 1} of {seeds}: accuracy {100 * found[-1]['accuracy']:.2f} %")
+    left = [seed for seed in range(seeds) if not work.has(f"test-{name}-{seed}")]
+    if left:
+        lh.retrain(task, rule, hypers, values, steps=steps, seeds=left, traces=traces, on_seed=done)
+    found = [work.unit(f"test-{name}-{seed}", dict) for seed in range(seeds)]
     accuracy = [unit["accuracy"] for unit in found]
     return {
         "loss": [unit["loss"] for unit in found],

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon import compile, offtheshelf, recipe_text, rundir
+from longhorizon import compile, offtheshelf, recipe_text, retraining, rundir
 from longhorizon import recipe as recipes
 from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rivals import hyperband, registry, regret, space, testing, workers
@@ -389,23 +389,24 @@ def _die_at(kind, count):
 
 def test_a_stopped_test_goes_on_with_its_next_training(tmp_path, monkeypatch):
     """Nothing but the training in hand is done twice."""
+    monkeypatch.setattr(retraining, "at_once", lambda problem, runs: 1)
     settings = {"methods": ["cosine"], "test_seeds": 4}
     calm = compare(**settings)
     seeds, retrain = [], testing.retrain
 
-    def dies(*given, **more):
-        if seeds == [0, 1]:
-            raise Stop
-        seeds.extend(more["seeds"])
-        return retrain(*given, **more)
+    def counts(*given, on_seed, **more):
+        def told(seed, scores):
+            on_seed(seed, scores)
+            seeds.append(seed)
+            if seeds == [0, 1]:
+                raise Stop
 
-    monkeypatch.setattr(testing, "retrain", dies)
+        return retrain(*given, on_seed=told, **more)
+
+    monkeypatch.setattr(testing, "retrain", counts)
     with pytest.raises(lh.Interrupted):
         compare(tmp_path / "r", **settings)
     assert not (tmp_path / "r/tests.jsonl").exists()
-    monkeypatch.setattr(
-        testing, "retrain", lambda *given, **more: seeds.extend(more["seeds"]) or retrain(*given, **more)
-    )
     again = compare(tmp_path / "r", **settings)
     assert seeds == [0, 1, 2, 3]
     assert [vars(t) for t in again.tests] == [vars(t) for t in calm.tests]

@@ -1,12 +1,15 @@
 """Several training runs as one batched step: the same as one after the other, and only where it can be had."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import longhorizon as lh
-from longhorizon import lanes, tree
+from longhorizon import lanes, retraining, tree
 from longhorizon.engines import factorial
 from longhorizon.problem import environment, make_problem
 from problems import Block, Case, classify, mlp, problem, task_of, through_a_file, whole
@@ -161,3 +164,34 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(monkeypatch, at_once):
                 again.advance()
             for key in HYPERS:
                 assert torch.equal(again.result().grad[key], expected.grad[key])
+
+
+def test_retraining_side_by_side_is_retraining_one_by_one(monkeypatch):
+    case, values, done = Case(task_of(mlp)), {"lr": [0.1, 0.3], "momentum": [0.5]}, []
+    task = dataclasses.replace(case.task, test=lambda: case.task.val(0), metrics=lambda model, batch: {"one": 1.0})
+
+    def trained(**more):
+        return lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=[3, 1, 2], **more)
+
+    together = trained(on_seed=lambda seed, scores: done.append((seed, scores["loss"])))
+    monkeypatch.setattr(retraining, "at_once", lambda problem, runs: 1)
+    alone = trained()
+    assert together.test_loss == pytest.approx(alone.test_loss, rel=1e-12)
+    assert done == list(zip([3, 1, 2], together.test_loss, strict=True))
+    for name, p in alone.params.items():
+        torch.testing.assert_close(together.params[name], p, rtol=1e-10, atol=1e-12)
+
+
+def test_a_run_that_diverges_leaves_its_neighbours_alone():
+    """Side by side as alone: the loss of one is NaN, those of the others are not."""
+    values = {"lr": [0.1, 0.3], "momentum": [0.5]}
+
+    case = Case(task_of(mlp))
+
+    def broken(seed):
+        """Numbers that end a run, in the third batch of one seed."""
+        return [(x * (torch.nan if seed == 1 and t == 2 else 1.0), y) for t, (x, y) in enumerate(case.task.train(seed))]
+
+    task = dataclasses.replace(case.task, full=broken, test=lambda: case.task.val(0))
+    found = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
+    assert [math.isfinite(loss) for loss in found.test_loss] == [True, False, True]

@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
 import torch
+from torch import Tensor
 
 from longhorizon import compile
 from longhorizon.cuda import Precision
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
-from longhorizon.problem import environment, make_problem
+from longhorizon.inner import State
+from longhorizon.lanes import Lanes, at_once
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
@@ -50,8 +53,11 @@ def retrain(
     precision: Precision = "float32",
     traces: Traces | None = None,
     progress: Callable[[int, int], None] | None = None,
+    on_seed: Callable[[int, dict[str, float]], None] | None = None,
 ) -> Retrained:
     """Train on training and validation data with a schedule, and test in eval mode.
+
+    Runs that gain by it are trained side by side (`lanes.py`), as one batched step.
 
     Args:
         task: with `test`, and with `full` for the data of both (without it, `train` is used).
@@ -63,7 +69,8 @@ def retrain(
         precision: of float32 products on a GPU; see `hypergradient`.
         traces: shared with other calls, so that on a GPU the step is compiled once for all of them; then it is compiled
             however short a run is.
-        progress: called with (steps done, steps in all) after every step.
+        progress: called with (steps done, steps in all) after every step, of all seeds together.
+        on_seed: called with a seed and its loss and metrics when its run has been tested.
     """
     if task.test is None:
         raise ValueError("retrain needs data that nothing has seen: give Task(test=lambda: [batches]).")
@@ -77,21 +84,43 @@ def retrain(
     if not chosen:
         raise ValueError(f"retrain(seeds={seeds!r}): expected at least one.")
     whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
-    losses: list[float] = []
-    metrics: dict[str, list[float]] = {}
     total = steps * len(chosen) if traces is None else compile.WORTH_COMPILING  # who shares traces runs often
     traces = Traces() if traces is None else traces
+    losses: list[float] = []
+    metrics: dict[str, list[float]] = {}
     with environment(precision):
-        for number, seed in enumerate(chosen):
-            problem = make_problem(whole, rule, hypers, steps, seed, values, traces)
-            state, train_step = problem.start, problem.stepper(total)
+        first = make_problem(whole, rule, hypers, steps, chosen[0], values, traces)
+        together = at_once(first, len(chosen))
+        for begin in range(0, len(chosen), together):
+            group = chosen[begin : begin + together]
+            problems = [make_problem(whole, rule, hypers, steps, seed, values, traces) for seed in group]
+            training = Lanes(problems) if len(group) > 1 else _Alone(problems[0], total)
             for step in range(steps):
-                state, loss = train_step(state, step)
+                loss = training.step(step)
                 if progress is not None:
-                    progress(number * steps + step + 1, len(chosen) * steps)
-                if step % 100 == 99 and not torch.isfinite(loss):
+                    progress(begin * steps + (step + 1) * len(group), len(chosen) * steps)
+                if step % 100 == 99 and not torch.isfinite(loss).any():
                     break
-            losses.append(float(problem.validation_loss(state, steps)))
-            for name, value in problem.measure(state.params, state.buffers).items():
-                metrics.setdefault(name, []).append(value)
+            for i, (seed, problem) in enumerate(zip(group, problems, strict=True)):
+                state = training.lane(i)
+                losses.append(float(problem.validation_loss(state, steps)))
+                measured = problem.measure(state.params, state.buffers)
+                for name, value in measured.items():
+                    metrics.setdefault(name, []).append(value)
+                if on_seed is not None:
+                    on_seed(seed, {"loss": losses[-1], **measured})
     return Retrained(chosen, losses, metrics, state.params, state.buffers)
+
+
+class _Alone:
+    """One training run, with the face of `Lanes`."""
+
+    def __init__(self, problem: Problem, total: int):
+        self._step, self.state = problem.stepper(total), problem.start
+
+    def step(self, t: int) -> Tensor:
+        self.state, loss = self._step(self.state, t)
+        return loss
+
+    def lane(self, _: int) -> State:
+        return self.state

@@ -104,22 +104,18 @@ def _test(
         values = {key: hyper.values() for key, hyper in hypers.items()}
         known = json.loads(begun.read_text()) if begun.exists() else {}
         found: dict[str, list[Any]] = known["scores"] if known.get("key") == list(e.key) else {}
-        for seed in range(len(found.get("loss", [])), seeds):
-            one = retrain(
-                setup.task,
-                setup.rule,
-                hypers,
-                values,
-                steps=setup.steps,
-                seeds=[seed],
-                traces=traces,
-                progress=progress,
-            )
-            for name, scores in plain({"loss": one.test_loss, **one.metrics}).items():
-                found.setdefault(name, []).extend(scores)
+
+        def done(seed: int, scores: dict[str, float]) -> None:
+            for name, value in plain(scores).items():
+                found.setdefault(name, []).append(value)
             partial = begun.with_suffix(".part")
             partial.write_text(json.dumps({"key": list(e.key), "scores": found}))
             os.replace(partial, begun)
+
+        left = range(len(found.get("loss", [])), seeds)
+        if left:
+            given: Any = (setup.task, setup.rule, hypers, values)
+            retrain(*given, steps=setup.steps, seeds=left, traces=traces, progress=progress, on_seed=done)
         return found, "ok"
     except (RuntimeError, ValueError, TypeError) as error:  # the user's test data or metric failed
         return {}, f"crashed: {words_of(error)}"
