@@ -1,7 +1,8 @@
 """Traced steps: the same numbers, fewer operations, and the plain step where tracing cannot be trusted."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 import longhorizon as lh
 from longhorizon import compile, swaps, tree
@@ -337,3 +339,35 @@ def test_a_step_back_that_draws_random_numbers_is_not_traced():
         assert p.draws
         compute(p, lh.Adjoint(compile=True))
         assert "back" not in str([key for key, *_ in p.inner.cache])
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        (torch.ones(2), {"b": torch.zeros(3), "a": [1, None]}, Pair(torch.ones(1), ())),
+        Pair({"x": torch.ones(2)}, OrderedDict(b=torch.ones(2), a=3.0)),
+        {"deep": [{"er": (torch.ones(1), "text")}, []]},
+        nn.Parameter(torch.ones(2)),
+    ],
+    ids=["usual", "left to pytree", "deep", "a leaf"],
+)
+def test_leaves_come_in_the_order_of_pytree(tree):
+    leaves, form = compile.leaves_and_form(tree)
+    expected = pytree.tree_leaves(tree)
+    assert len(leaves) == len(expected)
+    assert all(a is b for a, b in zip(leaves, expected, strict=True))
+    assert hash(form) == hash(compile.leaves_and_form(tree)[1])
+
+
+def test_what_a_trace_depends_on():
+    """Two trees share a trace only if containers, names, shapes and constants are the same."""
+    x, y = torch.ones(2), torch.ones(3)
+    trees = [(x, y), [x, y], (y, x), {"x": x, "y": y}, {"y": x, "x": y}, Pair(x, y), (x, (y,)), ((x, y),), (x, y, 1)]
+    trees += [(x, y, True), (x, y, 1.0), (x, y, "1"), (x, y, None), (x, y.double()), (x, y, ()), (x, y, {}), (x, y, [])]
+    assert len({compile.leaves_and_form(tree)[1] for tree in trees}) == len(trees)
+    assert compile.leaves_and_form((x, y))[1] == compile.leaves_and_form((x + 1, y + 1))[1]

@@ -46,10 +46,9 @@ def traced(
     plain = plain or fn
 
     def call(*args: Any) -> Any:
-        flat, spec = pytree.tree_flatten(args)
-        shapes = tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in flat)
+        flat, form = leaves_and_form(args)
+        full = (key, form, cuda.current_precision())
         try:
-            full = (key, shapes, str(spec), cuda.current_precision())
             known = full in cache
         except TypeError:  # a batch with something unhashable in it
             return plain(*args)
@@ -62,6 +61,38 @@ def traced(
         return plain(*args) if graph is None else graph(flat)
 
     return call
+
+
+def leaves_and_form(tree: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """The leaves in pytree's order, and what a trace depends on: the containers, shapes, and leaves without a shape.
+
+    Every step asks for it. pytree builds an object per node, which takes longer than launching a small network's step;
+    it is left to containers of other kinds.
+    """
+    leaves: list[Any] = []
+    form: list[Any] = []
+    if _walk(tree, leaves, form):
+        return leaves, tuple(form)
+    leaves, spec = pytree.tree_flatten(tree)
+    return leaves, (str(spec), *(part for leaf in leaves for part in _form(leaf)))
+
+
+def _walk(node: Any, leaves: list[Any], form: list[Any]) -> bool:
+    """Add a node; whether it is made of the usual containers only."""
+    kind = type(node)
+    if kind is dict:
+        form.append(tuple(node))
+        return all([_walk(child, leaves, form) for child in node.values()])
+    if kind is tuple or kind is list or (isinstance(node, tuple) and hasattr(kind, "_fields")):
+        form += (kind, len(node))
+        return all([_walk(child, leaves, form) for child in node])
+    leaves.append(node)
+    form += _form(node)
+    return kind not in pytree.SUPPORTED_NODES
+
+
+def _form(leaf: Any) -> tuple[Any, ...]:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _trace(

@@ -5,7 +5,7 @@ seconds. The graph removes what launching thousands of kernels costs, which for 
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -101,24 +101,34 @@ class Recorded:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._out = list(fn(*self._args))
+        self._inputs, self._outputs = _by_type(self._args), _by_type(self._out)
 
     def __call__(self, *args: Tensor) -> list[Tensor]:
-        _copy(self._args, list(args))
+        for places, into in self._inputs:
+            torch._foreach_copy_(into, [args[i] for i in places])
         self._graph.replay()
-        fresh = [torch.empty_like(x) for x in self._out]
-        _copy(fresh, self._out)
+        fresh: list[Any] = [None] * len(self._out)
+        for places, out in self._outputs:
+            for i, x in zip(places, _copied(out), strict=True):
+                fresh[i] = x
         return fresh
 
 
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    """Copy many tensors in few kernels: one call per type."""
-    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for a, b in zip(to, source, strict=True):
-        left, right = by_type.setdefault(a.dtype, ([], []))
-        left.append(a)
-        right.append(b)
-    for left, right in by_type.values():
-        torch._foreach_copy_(left, right)
+def _copied(tensors: list[Tensor]) -> Iterable[Tensor]:
+    """Copies of tensors of one type; floats in one call."""
+    if tensors[0].is_floating_point():
+        return torch._foreach_mul(tensors, 1)
+    return [x.clone() for x in tensors]
+
+
+def _by_type(tensors: list[Tensor]) -> list[tuple[list[int], list[Tensor]]]:
+    """Tensors and their places, in groups that one call can copy."""
+    found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for i, x in enumerate(tensors):
+        places, same = found.setdefault(x.dtype, ([], []))
+        places.append(i)
+        same.append(x)
+    return list(found.values())
 
 
 def _is_random(graph: fx.GraphModule) -> bool:
