@@ -155,9 +155,9 @@ def test_the_page_and_the_picture(tmp_path):
 def test_equal_settings_are_tested_once(tmp_path, monkeypatch):
     calls = []
     real = testing.retrain
-    monkeypatch.setattr(testing, "retrain", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(testing, "retrain", lambda *a, **k: calls.append(list(k["seeds"])) or real(*a, **k))
     found = compare(tmp_path / "r", methods=["cosine"], repeats=3, budget="1 runs")
-    assert len(calls) == 2  # trainings of one test, though three seeds came to the setting
+    assert calls == [[0, 1]]  # the trainings of one test, though three seeds came to the setting
     assert len({json.dumps(t.scores) for t in found.tests}) == 1
     assert [t.seed for t in testing.read_tests(tmp_path / "r/tests.jsonl")] == [0, 1, 2]
 

@@ -195,3 +195,21 @@ def test_a_run_that_diverges_leaves_its_neighbours_alone():
     task = dataclasses.replace(case.task, full=broken, test=lambda: case.task.val(0))
     found = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
     assert [math.isfinite(loss) for loss in found.test_loss] == [True, False, True]
+
+
+def test_a_short_row_fits_the_trace_of_a_full_one():
+    """Lanes left over change nothing and are told of nowhere."""
+    with environment():
+        made = runs(Case(task_of(mlp)))
+        full = lanes.Lanes(made)
+        for t in range(STEPS):
+            full.step(t)
+        known = len(made[0].inner.cache)
+        short = lanes.Lanes(made[:2], count=3)
+        for t in range(STEPS):
+            assert short.step(t).shape == (2,)
+        assert len(made[0].inner.cache) == known
+        expected = full.validation_losses(STEPS)[:2]
+        found = short.validation_losses(STEPS)
+        assert len(found) == 2
+        torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=0)

@@ -17,6 +17,9 @@ from longhorizon.inner import State
 from longhorizon.problem import Problem
 
 MOST = 32  # runs at once
+COMPILED = range(
+    8, 13
+)  # runs at once where their step is compiled: more gain nothing, and each number is a compilation
 ROOM = 2**24  # parameters of all of them
 
 
@@ -26,23 +29,23 @@ class Lanes:
     Args:
         problems: one per run, made with one `Traces`.
         start: their stacked states to go on from; without it, their own starts.
+        count: of lanes; those left over repeat the last run, so that a shorter row fits the trace of a full one.
     """
 
-    def __init__(self, problems: Sequence[Problem], start: State | None = None):
+    def __init__(self, problems: Sequence[Problem], start: State | None = None, count: int = 0):
         self.problems = list(problems)
-        first = self.problems[0]
-        self.state: State = _stacked([p.start for p in self.problems]) if start is None else start
-        self._values = {key: torch.stack([p.on_device[key] for p in self.problems]) for key in first.hypers}
+        first, spare = self.problems[0], max(0, count - len(self.problems))
+        self._all = [*self.problems, *[self.problems[-1]] * spare]
+        self.state: State = _stacked([p.start for p in self._all]) if start is None else start
+        self._values = {key: torch.stack([p.on_device[key] for p in self._all]) for key in first.hypers}
 
     def step(self, t: int) -> Tensor:
         """Take all runs a step further; returns the losses before it."""
         first = self.problems[0]
         hypers = {key: values[:, first.window(key, t)] for key, values in self._values.items()}
-        fast = compile.traced(
-            batched(first), first.inner.cache, ("lanes", len(self.problems)), lambda: first.seed_step(t)
-        )
+        fast = compile.traced(batched(first), first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(t))
         self.state, losses = fast(self.state, self._batch(t), hypers)
-        found: Tensor = losses
+        found: Tensor = losses[: len(self.problems)]
         return found
 
     def validation_losses(self, t: int) -> list[Tensor]:
@@ -60,7 +63,7 @@ class Lanes:
         for p in self.problems:
             if id(p.batches) not in made:
                 made[id(p.batches)] = p.batch(t)
-        return _stacked([made[id(p.batches)] for p in self.problems])
+        return _stacked([made[id(p.batches)] for p in self._all])
 
 
 def at_once(problem: Problem, runs: int) -> int:
@@ -69,7 +72,8 @@ def at_once(problem: Problem, runs: int) -> int:
     No gain: convolutions, which vmap turns into grouped ones, other than in float32 on a GPU (columns.py). Cannot be
     had: random numbers in the model, weights that are not trained (each run has its own), operations that vmap
     refuses, batches that are not tensors or come in a row only. Tried on the first step, and compared with the plain
-    one. Where there are too many for one go, the goes are alike, so that one trace serves them.
+    one. Where there are too many for one go, the goes are alike (the last one is filled up: `Lanes(count=)`), so that
+    one trace serves them.
     """
     most, module = min(runs, MOST, ROOM // max(1, problem.n_params)), problem.inner.functional.module
     if most < 2 or problem.draws or not problem.batches.is_sequence:
@@ -88,8 +92,21 @@ def at_once(problem: Problem, runs: int) -> int:
         return 1
     expected = problem.train_step(problem.start, 0)
     got = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, (found, losses))
-    goes = -(-runs // most)
-    return -(-runs // goes) if compile.difference(tree.detach(expected), got) is None else 1
+    return _share(runs, most, problem.device.type) if compile.difference(tree.detach(expected), got) is None else 1
+
+
+def _share(runs: int, most: int, device: str) -> int:
+    """Runs of one go, with few lanes left over in the last one.
+
+    >>> [_share(runs, 32, "cuda") for runs in (3, 8, 16, 19, 24, 40)]
+    [3, 8, 8, 10, 8, 8]
+    >>> [_share(runs, 32, "cpu") for runs in (3, 16, 24, 40)]
+    [3, 16, 24, 20]
+    """
+    sizes = [size for size in COMPILED if size <= most]
+    if device == "cuda" and sizes and runs > sizes[-1]:
+        return min(sizes, key=lambda size: (-runs % size, size))
+    return -(-runs // -(-runs // most))
 
 
 def batched(problem: Problem) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ def retrain(
         for begin in range(0, len(chosen), together):
             group = chosen[begin : begin + together]
             problems = [make_problem(whole, rule, hypers, steps, seed, values, traces) for seed in group]
-            training = Lanes(problems) if len(group) > 1 else _Alone(problems[0], total)
+            training = Lanes(problems, count=together) if together > 1 else _Alone(problems[0], total)
             for step in range(steps):
                 loss = training.step(step)
                 if progress is not None:
