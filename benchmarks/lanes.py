@@ -45,7 +45,7 @@ def measure(model: str, batch: int) -> dict[str, Any]:
             state, _ = problems[0].train_step(state, t)
 
     def together() -> None:
-        lanes = Lanes(problems)
+        lanes = Lanes(problems, steps=1000)
         for t in range(STEPS):
             lanes.step(t)
 

@@ -27,7 +27,7 @@ MEANINGS = {
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The kernels' meaning in their place, for every size and device; counts operations of the graphs that are made."""
     found: Counter[str] = Counter()
-    monkeypatch.setattr(convolution, "suits", lambda count, channels, outputs, sides, like: True)
+    monkeypatch.setattr(convolution, "suits", lambda kind, count, channels, outputs, sides, like: True)
     for name, meaning in MEANINGS.items():
         operation = convolution.OPERATIONS[name]
         monkeypatch.setitem(convolution.OPERATIONS, name, dataclasses.replace(operation, compute=meaning))
@@ -113,7 +113,7 @@ def test_every_kernel_of_a_graph_is_begun_before_it_is_used(
 ) -> None:
     begun: list[kernels.Plan] = []
     monkeypatch.setattr(convolution, "available", lambda: True)
-    monkeypatch.setattr(kernels, "prepare", begun.append)
+    monkeypatch.setattr(kernels, "prepare", lambda plan, device: begun.append(plan))
     _found(engine, width=16, side=16)
     columns = sum(number for name, number in counted.items() if ", " in name)
     assert len(begun) == columns + counted["longhorizon.precise_convolution.default"]
@@ -135,7 +135,7 @@ def test_training_runs_side_by_side_are_columns_with_weights_of_their_own(counte
     with environment():
         task, traces = _task(steps, 4, 8), lh.Traces()
         made = [make_problem(task, lh.sgd(), HYPERS, steps, seed, traces=traces) for seed in range(3)]
-        lanes = Lanes(made)
+        lanes = Lanes(made, steps=1000)
         losses = torch.stack([lanes.step(t) for t in range(steps)])
         for i, one in enumerate(made):
             state = one.start
@@ -146,6 +146,43 @@ def test_training_runs_side_by_side_are_columns_with_weights_of_their_own(counte
     assert counted["column_input_gradient, one"] == 2
     assert counted["column_weight_gradient, one"] == 4
     assert not any(name.startswith("aten") for name in counted)
+
+
+LINEAR = {
+    "two in a row": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    ),
+    "stride after a stem": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 8, 1, stride=2, bias=False)
+    ),
+    "groups of its own": lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, groups=3, bias=False), nn.Softplus()),
+    "odd sides": lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.Softplus()),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(compile=True)], ids=repr)
+def test_other_shapes_of_networks(counted: Counter[str], name: str, engine: Any) -> None:
+    """Traced without a warning, and the same."""
+    side = 7 if name == "odd sides" else 8
+    generator = torch.Generator().manual_seed(3)
+    batches = [
+        (torch.randn(5, 3, side, side, generator=generator).double(), torch.randint(4, (5,), generator=generator))
+        for _ in range(4)
+    ]
+    task = lh.Task(
+        lambda: LINEAR[name]().double(),
+        lambda model, batch: F.cross_entropy(model(batch[0]).mean((2, 3)), batch[1] % 4),
+        lambda seed: batches,
+        lambda seed: batches[:1],
+    )
+    found, plain = (
+        lh.hypergradient(task, lh.sgd(), HYPERS, steps=4, engine=dataclasses.replace(engine, compile=traced))
+        for traced in (True, False)
+    )
+    for key, g in plain.grad.items():
+        torch.testing.assert_close(found.grad[key], g, rtol=1e-9, atol=1e-12)
+    assert name != "odd sides" or not any("longhorizon" in op for op in counted)
 
 
 @pytest.mark.parametrize("columns", [(), (3,)])

@@ -57,13 +57,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("steps", [0, 1000], ids=["plain", "traced"])
 @pytest.mark.parametrize("name", CASES)
-def test_each_lane_is_a_run(name):
+def test_each_lane_is_a_run(name, steps):
     with environment():
         made = runs(Case(CASES[name]()))
         assert lanes.at_once(made[0], 3) == 3
         made[1] = make_problem(made[1].task, lh.sgd(), HYPERS, STEPS, 1, {"lr": [0.2, 0.05]}, made[0].traces)
-        together = lanes.Lanes(made)
+        together = lanes.Lanes(made, steps=steps)
         losses = [together.step(t) for t in range(STEPS)]
         judged = together.validation_losses(STEPS)
         for i, one in enumerate(made):
@@ -201,11 +202,12 @@ def test_a_short_row_fits_the_trace_of_a_full_one():
     """Lanes left over change nothing and are told of nowhere."""
     with environment():
         made = runs(Case(task_of(mlp)))
-        full = lanes.Lanes(made)
+        full = lanes.Lanes(made, steps=1000)
         for t in range(STEPS):
             full.step(t)
         known = len(made[0].inner.cache)
-        short = lanes.Lanes(made[:2], count=3)
+        assert known == 1
+        short = lanes.Lanes(made[:2], count=3, steps=1000)
         for t in range(STEPS):
             assert short.step(t).shape == (2,)
         assert len(made[0].inner.cache) == known
@@ -213,3 +215,71 @@ def test_a_short_row_fits_the_trace_of_a_full_one():
         found = short.validation_losses(STEPS)
         assert len(found) == 2
         torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=0)
+
+
+def sentences_of(seed):
+    """As many as there are steps, each batch of another length, which differs from seed to seed."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 9, (STEPS,), generator=generator).tolist()
+    return [
+        (whole(seed * 100 + t, 5, 3, n)[:, :-1], whole(seed * 100 + t, 5, 3, n)[:, 1:]) for t, n in enumerate(lengths)
+    ]
+
+
+def test_batches_of_other_shapes(monkeypatch):
+    """Lanes whose batches differ are stepped one by one; a shape that comes once is not traced."""
+    case = Case(task_of(Block, words, predict))
+    task = dataclasses.replace(case.task, train=sentences_of, full=None, test=lambda: sentences_of(9)[:1])
+    values = {"lr": [0.1, 0.3], "momentum": [0.5]}
+    together = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
+    smooth = lh.hypergradient(task, lh.sgd(), HYPERS, steps=STEPS, engine=lh.Factorial())
+    monkeypatch.setattr(retraining, "at_once", lambda problem, runs: 1)
+    monkeypatch.setattr(factorial, "at_once", lambda problem, runs: 1)
+    alone = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
+    assert together.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
+    expected = lh.hypergradient(task, lh.sgd(), HYPERS, steps=STEPS, engine=lh.Factorial())
+    for key, g in expected.grad.items():
+        torch.testing.assert_close(smooth.grad[key], g, rtol=1e-8, atol=1e-10)
+
+
+def test_few_steps_are_not_traced():
+    with environment():
+        made = runs(Case(task_of(mlp)))
+        lanes.Lanes(made).step(0)
+        assert not made[0].inner.cache
+        lanes.Lanes(made, steps=1000).step(0)
+        assert len(made[0].inner.cache) == 1
+
+
+def test_no_more_at_once_than_memory_has_room_for(monkeypatch):
+    with environment():
+        (one,) = runs(Case(task_of(mlp)), seeds=[0])
+        assert lanes.at_once(one, 24) == 24
+        for free, expected in ((10**5, 5), (1000, 1)):
+            monkeypatch.setattr(lanes, "free_memory", lambda device, free=free: free)
+            found = lanes.at_once(one, 24)
+            assert 1 <= found < 24
+            assert expected == 1 or found > 1
+            assert expected > 1 or found == 1
+
+
+class Features(nn.Module):
+    """Random features that a state dict leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mix", torch.randn(5, 6, dtype=torch.float64), persistent=False)
+        self.out = nn.Linear(6, 3).double()
+
+    def forward(self, x):
+        return self.out(torch.cos(x @ self.mix))
+
+
+def test_every_seed_has_the_buffers_that_it_drew():
+    case = Case(task_of(Features))
+    task = dataclasses.replace(case.task, test=lambda: case.task.val(0))
+    values = {"lr": [0.1, 0.3], "momentum": [0.5]}
+    together = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
+    each = [lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=[seed]).test_loss[0] for seed in range(3)]
+    assert together.test_loss == pytest.approx(each, rel=1e-10)
+    assert together.buffers["mix"].untyped_storage().nbytes() == together.buffers["mix"].nbytes

@@ -24,8 +24,8 @@ def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]
     """Put the operations of convolution.py where they apply.
 
     Args:
-        of_model: convolutions of the model itself. Which ReLUs are open depends on their last bits, so in float32 they
-            are summed in float64.
+        of_model: the convolutions that the model wrote, in an adjoint also of a lone tangent. Which ReLUs are open
+            depends on their last bits, so in float32 they are summed in float64.
     """
     convolve, spread, weigh, precise = convolution.operations()
     for node in list(graph.graph.nodes):
@@ -58,19 +58,19 @@ def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> N
     if kind is None or bias is not None:
         return
     batch, outputs, *sides = _shape(node)
-    channels = _shape(image)[1]
+    channels, *large = _shape(image)[1:]
     with graph.graph.inserting_before(node):
         match _columns(node, batch, outputs):
             case "batch", folded, (columns, count):
-                if convolution.suits(count, channels, outputs, tuple(sides), _value(image)):
+                if _suits(kind, count, channels, outputs, sides, large, image):
                     images = _reshaped(graph, image, (columns, count, *_shape(image)[1:]))
                     _put(graph, folded, op, (images, weight, None, None, kind, tf32))
             case "channels", folded, (columns, each):
-                if convolution.suits(batch, channels, each, tuple(sides), _value(image)):
+                if _suits(kind, batch, channels, each, sides, large, image):
                     weights = _reshaped(graph, weight, (columns, each, *_shape(weight)[1:]))
                     _put(graph, folded, op, (None, None, image, weights, kind, tf32))
             case _:
-                if convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+                if _suits(kind, batch, channels, outputs, sides, large, image):
                     images = _reshaped(graph, image, (1, *_shape(image)))
                     made = _single(graph, node, op, (images, weight, None, None, kind, tf32))
                     made.meta |= {"was": node, "args": node.args}
@@ -101,24 +101,24 @@ def _input_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any,
     """At stride two. Columns in the batch of the gradient, in the channels of the image, or nowhere."""
     arguments: Any = node.args
     grad, _, weight = arguments[:3]
-    batch, channels, *_ = _shape(got)
+    batch, channels, *large = _shape(got)
     outputs, *sides = _shape(grad)[1:]
     if outputs % 8:
         return False
     with graph.graph.inserting_before(node):
         match _columns(got, batch, channels):
             case "batch", folded, (columns, count):
-                if not convolution.suits(count, outputs, channels, tuple(sides), _value(grad)):
+                if not _suits(kind, count, outputs, channels, sides, large, grad):
                     return False
                 grads = _reshaped(graph, grad, (columns, count, *_shape(grad)[1:]))
                 _put(graph, folded, op, (grads, weight, None, None, kind, tf32))
             case "channels", folded, (columns, each):
-                if not convolution.suits(batch, outputs, each, tuple(sides), _value(grad)):
+                if not _suits(kind, batch, outputs, each, sides, large, grad):
                     return False
                 weights = _unfolded(graph, weight, (outputs, columns, each, *_shape(weight)[2:]))
                 _put(graph, folded, op, (None, None, grad, weights, kind, tf32))
             case _:
-                if not convolution.suits(batch, outputs, channels, tuple(sides), _value(grad)):
+                if not _suits(kind, batch, outputs, channels, sides, large, grad):
                     return False
                 _single(graph, got, op, (_reshaped(graph, grad, (1, *_shape(grad))), weight, None, None, kind, tf32))
     return True
@@ -133,17 +133,17 @@ def _weight_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any
     with graph.graph.inserting_before(node):
         match _columns(got, outputs, channels):
             case "batch", folded, (columns, each):  # the first axis of a weight: outputs
-                if not convolution.suits(batch, channels, each, tuple(sides), _value(image)):
+                if not _suits(kind, batch, channels, each, sides, large, image):
                     return False
                 grads = _unfolded(graph, grad, (batch, columns, each, *sides))
                 _put(graph, folded, op, (None, None, image, grads, kind, tf32))
             case "channels", folded, (columns, each):
-                if not convolution.suits(batch, each, outputs, tuple(sides), _value(image)):
+                if not _suits(kind, batch, each, outputs, sides, large, image):
                     return False
                 images = _unfolded(graph, image, (batch, columns, each, *large))
                 _put(graph, folded, op, (images, grad, None, None, kind, tf32))
             case _:
-                if not convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+                if not _suits(kind, batch, channels, outputs, sides, large, image):
                     return False
                 _single(graph, got, op, (_reshaped(graph, image, (1, *_shape(image))), grad, None, None, kind, tf32))
     return True
@@ -157,8 +157,8 @@ def _grouped(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
     if kind is None or bias is not None:
         return
     batch, every, *sides = _shape(node)
-    (made_by_each, channels), outputs = _shape(weight)[:2], every // columns
-    if made_by_each != every or not convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+    channels, outputs = _shape(weight)[1], every // columns
+    if not _suits(kind, batch, channels, outputs, sides, _shape(image)[2:], image):
         return
     with graph.graph.inserting_before(node):
         images = _unfolded(graph, image, (batch, columns, channels, *_shape(image)[2:]))
@@ -175,9 +175,9 @@ def _grouped_backward(graph: fx.GraphModule, node: fx.Node, convolve: Any, sprea
     batch, every, *sides = _shape(grad)
     channels, outputs, large = _shape(weight)[1], every // columns, _shape(image)[2:]
     readers = {user.args[1]: user for user in node.users if user.target is getitem}
-    if kind is None or mask[2] or not convolution.suits(batch, channels, outputs, tuple(sides), _value(image)):
+    if kind is None or mask[2] or not _suits(kind, batch, channels, outputs, sides, large, image):
         return
-    if 0 in readers and not convolution.suits(batch, outputs, channels, tuple(sides), _value(image)):
+    if 0 in readers and not _suits(kind, batch, outputs, channels, sides, large, image):
         return
     with graph.graph.inserting_before(node):
         grads = _unfolded(graph, grad, (batch, columns, outputs, *sides))
@@ -270,8 +270,15 @@ def _make_precise(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
         else:
             made = graph.graph.call_function(op, (*node.meta["args"][:2], node.args[4]))
         made.meta["val"] = node.meta["was"].meta["val"]
-    for reader in list(node.users):
-        reader.replace_all_uses_with(made)
+        node.replace_all_uses_with(_reshaped(graph, made, _shape(node)))  # a single column
+
+
+def _suits(kind: int, count: int, channels: int, outputs: int, small: Any, large: Any, like: Any) -> bool:
+    """Whether the kernels take it. They know images whose sides are the smaller one's times the stride."""
+    stride = kernels.KINDS[kind][2]
+    return all(a == b * stride for a, b in zip(large, small, strict=True)) and convolution.suits(
+        kind, count, channels, outputs, tuple(small), _value(like)
+    )
 
 
 def _kind(

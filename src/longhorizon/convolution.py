@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from longhorizon import kernels
@@ -35,7 +35,7 @@ ENOUGH = 2**14  # pixels of the smaller image that pay
 Pairs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def suits(count: int, channels: int, outputs: int, sides: tuple[int, ...], like: Tensor) -> bool:
+def suits(kind: int, count: int, channels: int, outputs: int, sides: tuple[int, ...], like: Tensor) -> bool:
     """Whether these kernels take a convolution of `KINDS`. `count` images; `sides` of the smaller one."""
     return (
         like.device.type == "cuda"
@@ -47,15 +47,39 @@ def suits(count: int, channels: int, outputs: int, sides: tuple[int, ...], like:
         and sides[0] in SIDES
         and count * sides[0] ** 2 >= ENOUGH
         and available()
+        and _room_for(Size(1, count, channels, outputs, sides[0], kind, False, True, True), like.device)
+    )
+
+
+def suits_layer(layer: nn.Conv2d) -> bool:
+    """Whether a layer is of a form that these kernels are for, whatever the size of its images."""
+    forms = {(form[:1] * 2, form[1:2] * 2, form[2:] * 2) for form in KINDS}
+    return (
+        (layer.kernel_size, layer.padding, layer.stride) in forms
+        and layer.dilation == (1, 1)
+        and layer.groups == 1
+        and layer.bias is None
+        and layer.in_channels in CHANNELS
+        and layer.out_channels in OUTPUTS
     )
 
 
 @cache
 def available() -> bool:
-    """Whether this torch can build kernels, on a device that has TF32."""
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, "_compile_kernel"):
+    """Whether this torch can build kernels, on a device of NVIDIA's that has TF32."""
+    if not torch.cuda.is_available() or torch.version.hip is not None or not hasattr(torch.cuda, "_compile_kernel"):
         return False
     return torch.cuda.get_device_capability() >= (8, 0)
+
+
+@cache
+def _room_for(size: Size, device: torch.device) -> bool:
+    """Whether the strips of all kernels of a size fit into the device's shared memory."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    most: int = properties.shared_memory_per_block_optin
+    plans = [kernels.convolve(size), kernels.weigh(size), kernels.precise(size)]
+    plans += [kernels.spread(size)] if KINDS[size.kind][2] == 2 and size.channels >= 16 else []
+    return all(4 * plan.floats <= most for plan in plans)
 
 
 def arranged(weight: Tensor) -> Tensor:
@@ -104,7 +128,8 @@ def prepare(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         if operation := of.get(node.target):
             given = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
-            kernels.prepare(operation.plan(operation.size(*given)))
+            device = next(x.device for x in given if isinstance(x, Tensor))
+            kernels.prepare(operation.plan(operation.size(*given)), device)
 
 
 @dataclass(frozen=True)

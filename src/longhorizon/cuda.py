@@ -51,7 +51,7 @@ def current_precision() -> Precision:
 def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], None]) -> Callable[..., list[Tensor]]:
     """A traced function compiled for the GPU that its arguments are on, for arguments of these shapes."""
     args = [x.clone() for x in args]  # a copy of a view has no gaps, and compiled code insists on its strides
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device(args[0].device):
         try:
             fast = _inductor(graph, args)
         except Exception:  # another release of torch, where the short way may be another one
@@ -106,7 +106,8 @@ class Recorded:
     def __call__(self, *args: Tensor) -> list[Tensor]:
         for places, into in self._inputs:
             torch._foreach_copy_(into, [args[i] for i in places])
-        self._graph.replay()
+        with torch.cuda.device(self._args[0].device):
+            self._graph.replay()
         fresh: list[Any] = [None] * len(self._out)
         for places, out in self._outputs:
             for i, x in zip(places, _copied(out), strict=True):

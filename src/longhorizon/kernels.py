@@ -134,9 +134,9 @@ def weigh(s: Size) -> Plan:
     )
 
 
-def prepare(plan: Plan) -> None:
+def prepare(plan: Plan, device: torch.device) -> None:
     """Begin to build."""
-    _begin(plan.name, plan.macros)
+    _begin(plan.name, plan.macros, device)
 
 
 def run(plan: Plan, tensors: Iterable[Tensor | None], others: list[Any]) -> None:
@@ -144,20 +144,28 @@ def run(plan: Plan, tensors: Iterable[Tensor | None], others: list[Any]) -> None
     given = list(tensors)
     there = next(x for x in given if x is not None)
     given = [there if x is None else x.contiguous() for x in given]  # one that is missing is not read
-    kernel = _ready(plan.name, plan.macros, plan.floats * 4)
+    kernel = _ready(plan.name, plan.macros, plan.floats * 4, there.device)
     kernel(plan.grid, (plan.threads, 1, 1), [*given, *others], shared_mem=plan.floats * 4)
 
 
 @cache
-def _begin(name: str, macros: tuple[tuple[str, int], ...]) -> "Future[Any]":
+def _begin(name: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> "Future[Any]":
+    return _builders().submit(_built, name, macros, device)
+
+
+def _built(name: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> Any:
     source = importlib.resources.files("longhorizon").joinpath("kernels.cu").read_text("utf-8")
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (*macros, (name.upper(), 1)))
-    return _builders().submit(torch.cuda._compile_kernel, defined + source, name)
+    with torch.cuda.device(device):
+        torch.zeros(1, device=device)  # a thread has no device until it has used one
+        return torch.cuda._compile_kernel(defined + source, name)
 
 
 @cache
-def _ready(name: str, macros: tuple[tuple[str, int], ...], shared_memory: int) -> Callable[..., None]:
-    kernel: Any = _begin(name, macros).result()
+def _ready(
+    name: str, macros: tuple[tuple[str, int], ...], shared_memory: int, device: torch.device
+) -> Callable[..., None]:
+    kernel: Any = _begin(name, macros, device).result()
     if shared_memory >= 48 * 1024:
         kernel.set_shared_memory_config(shared_memory)
     return kernel  # type: ignore[no-any-return]
@@ -165,8 +173,7 @@ def _ready(name: str, macros: tuple[tuple[str, int], ...], shared_memory: int) -
 
 @cache
 def _builders() -> ThreadPoolExecutor:
-    # A thread has no device until it has used one.
-    return ThreadPoolExecutor(_THREADS, initializer=lambda: torch.zeros(1, device="cuda"))
+    return ThreadPoolExecutor(_THREADS)
 
 
 def _macros(

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longhorizon import compile, tree
+from longhorizon import compile, convolution, tree
+from longhorizon.batches import free_memory
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 
 MOST = 32  # runs at once
-COMPILED = range(
-    8, 13
-)  # runs at once where their step is compiled: more gain nothing, and each number is a compilation
+COMPILED = range(8, 13)  # runs at once on a GPU: more gain nothing, and every number of them is a compilation
 ROOM = 2**24  # parameters of all of them
 
 
@@ -30,23 +30,38 @@ class Lanes:
         problems: one per run, made with one `Traces`.
         start: their stacked states to go on from; without it, their own starts.
         count: of lanes; those left over repeat the last run, so that a shorter row fits the trace of a full one.
+        steps: of all rows of this size together, which decides whether tracing the step pays; without it, of this one.
     """
 
-    def __init__(self, problems: Sequence[Problem], start: State | None = None, count: int = 0):
+    def __init__(self, problems: Sequence[Problem], start: State | None = None, count: int = 0, steps: int = 0):
         self.problems = list(problems)
         first, spare = self.problems[0], max(0, count - len(self.problems))
         self._all = [*self.problems, *[self.problems[-1]] * spare]
         self.state: State = _stacked([p.start for p in self._all]) if start is None else start
         self._values = {key: torch.stack([p.on_device[key] for p in self._all]) for key in first.hypers}
+        enough = compile.WORTH_COMPILING if first.device.type == "cuda" else compile.WORTH_TRACING
+        self._traced = (steps or first.steps) >= enough
+        self._form = _form(first.batch(0))  # the shape that is traced; batches of others are rare, or all differ
 
     def step(self, t: int) -> Tensor:
         """Take all runs a step further; returns the losses before it."""
-        first = self.problems[0]
+        first, batches = self.problems[0], self._batches(t)
+        forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
+        if len(forms) > 1:
+            return self._one_by_one(t)
         hypers = {key: values[:, first.window(key, t)] for key, values in self._values.items()}
-        fast = compile.traced(batched(first), first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(t))
-        self.state, losses = fast(self.state, self._batch(t), hypers)
+        step: Callable[..., Any] = batched(first)
+        if self._traced and forms == {self._form}:
+            step = compile.traced(step, first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(t))
+        self.state, losses = step(self.state, _stacked(batches), hypers)
         found: Tensor = losses[: len(self.problems)]
-        return found
+        return found.detach()
+
+    def _one_by_one(self, t: int) -> Tensor:
+        """Where batches differ in shape."""
+        made = [p.train_step(self.lane(i), t) for i, p in enumerate(self._all)]
+        self.state = _stacked([tree.detach(state) for state, _ in made])
+        return torch.stack([loss.detach() for _, loss in made[: len(self.problems)]])
 
     def validation_losses(self, t: int) -> list[Tensor]:
         """The validation loss of every run, each on its own split; NaN where training diverged."""
@@ -57,40 +72,50 @@ class Lanes:
         state: State = tree.map(lambda x: x[i] if isinstance(x, Tensor) else x, self.state)
         return state
 
-    def _batch(self, t: int) -> Any:
+    def _batches(self, t: int) -> list[Any]:
         """Runs that share their data share the work of making a batch."""
         made: dict[int, Any] = {}
         for p in self.problems:
             if id(p.batches) not in made:
                 made[id(p.batches)] = p.batch(t)
-        return _stacked([made[id(p.batches)] for p in self._all])
+        return [made[id(p.batches)] for p in self._all]
 
 
 def at_once(problem: Problem, runs: int) -> int:
     """How many of so many runs like this one to make at once; 1 where a batched step is no gain or cannot be had.
 
-    No gain: convolutions, which vmap turns into grouped ones, other than in float32 on a GPU (columns.py). Cannot be
-    had: random numbers in the model, weights that are not trained (each run has its own), operations that vmap
-    refuses, batches that are not tensors or come in a row only. Tried on the first step, and compared with the plain
-    one. Where there are too many for one go, the goes are alike (the last one is filled up: `Lanes(count=)`), so that
-    one trace serves them.
+    No gain: convolutions, which vmap turns into grouped ones, other than those of convolution.py. Cannot be had: random
+    numbers in the model, weights that are not trained (each run has its own), operations that vmap refuses, batches
+    that are not tensors or come in a row only, more than fits into half of the free memory. Tried on the first step,
+    and compared with the plain one. Where there are too many for one go, the goes are alike (the last one is filled
+    up: `Lanes(count=)`), so that one trace serves them.
     """
     most, module = min(runs, MOST, ROOM // max(1, problem.n_params)), problem.inner.functional.module
     if most < 2 or problem.draws or not problem.batches.is_sequence:
         return 1
-    if _convolves(module) and not (problem.device.type == "cuda" and problem.dtype == torch.float32):
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.modules.conv._ConvNd)]
+    if layers and not (
+        problem.device.type == "cuda"
+        and problem.dtype == torch.float32
+        and convolution.available()
+        and all(isinstance(layer, nn.Conv2d) and convolution.suits_layer(layer) for layer in layers)
+    ):
         return 1
     if not all(p.requires_grad for p in module.parameters()):
         return 1
     batch = problem.batch(0)
     if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(batch)):
         return 1
+    with _Bytes() as made:
+        expected = problem.train_step(problem.start, 0)
+    most = min(most, int(free_memory(problem.device) / 2 / max(1, made.total)))
+    if most < 2:
+        return 1
     hypers = problem.hypers_at(0)
     try:
         found, losses = batched(problem)(*(_stacked([part] * 2) for part in (problem.start, batch, hypers)))
     except Exception:  # vmap may refuse anything that a user's model can invent
         return 1
-    expected = problem.train_step(problem.start, 0)
     got = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, (found, losses))
     return _share(runs, most, problem.device.type) if compile.difference(tree.detach(expected), got) is None else 1
 
@@ -109,6 +134,24 @@ def _share(runs: int, most: int, device: str) -> int:
     return -(-runs // -(-runs // most))
 
 
+class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what all operations make: more than is alive at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if not op.is_view:
+            self.total += sum(x.nbytes for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+
+def _form(batch: Any) -> Any:
+    return compile.leaves_and_form(batch)[1]
+
+
 def batched(problem: Problem) -> Callable[..., Any]:
     """A training step of several runs."""
     inner = problem.inner
@@ -117,10 +160,6 @@ def batched(problem: Problem) -> Callable[..., Any]:
         return inner.pure_step(state, batch, hypers)
 
     return lambda *args: torch.vmap(step, randomness="error")(*args)
-
-
-def _convolves(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

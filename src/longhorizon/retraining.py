@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
-from longhorizon import compile
+from longhorizon import compile, tree
 from longhorizon.cuda import Precision
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
@@ -57,7 +57,8 @@ def retrain(
 ) -> Retrained:
     """Train on training and validation data with a schedule, and test in eval mode.
 
-    Runs that gain by it are trained side by side (`lanes.py`), as one batched step.
+    Runs that gain by it are trained side by side (`lanes.py`), as one batched step; they are tested together, at the
+    end.
 
     Args:
         task: with `test`, and with `full` for the data of both (without it, `train` is used).
@@ -94,7 +95,7 @@ def retrain(
         for begin in range(0, len(chosen), together):
             group = chosen[begin : begin + together]
             problems = [make_problem(whole, rule, hypers, steps, seed, values, traces) for seed in group]
-            training = Lanes(problems, count=together) if together > 1 else _Alone(problems[0], total)
+            training = Lanes(problems, None, together, total) if together > 1 else _Alone(problems[0], total)
             for step in range(steps):
                 loss = training.step(step)
                 if progress is not None:
@@ -109,7 +110,8 @@ def retrain(
                     metrics.setdefault(name, []).append(value)
                 if on_seed is not None:
                     on_seed(seed, {"loss": losses[-1], **measured})
-    return Retrained(chosen, losses, metrics, state.params, state.buffers)
+    last = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)  # of its own, not of a row of runs
+    return Retrained(chosen, losses, metrics, last.params, last.buffers)
 
 
 class _Alone:

@@ -1,5 +1,8 @@
 """Traced and compiled steps that several runs share."""
 
+import torch
+from torch import nn
+
 from longhorizon.inner import Inner
 from longhorizon.task import Task
 
@@ -41,10 +44,18 @@ class Traces:
             return fresh  # what is not trained is a constant of the trace
         for other, inner in self._known:
             if _same(task, other) and inner.rule == fresh.rule and inner.groups == fresh.groups:
-                inner.functional.module.load_state_dict(fresh.functional.module.state_dict())
+                _take_over(inner.functional.module, fresh.functional.module)
                 return inner
         self._known.append((task, fresh))
         return fresh
+
+
+def _take_over(module: nn.Module, fresh: nn.Module) -> None:
+    """The weights and buffers of another; also of buffers that a state dict leaves out."""
+    module.load_state_dict(fresh.state_dict())
+    with torch.no_grad():
+        for name, buffer in fresh.named_buffers():
+            module.get_buffer(name).copy_(buffer)
 
 
 def _same(one: Task, other: Task) -> bool:

@@ -120,7 +120,7 @@ def _differences(problem: Problem, engine: FiniteDifference) -> tuple[float, dic
         return found.val_loss, found.grad
     losses: list[Tensor] = []
     for first in range(0, len(runs), count):
-        lanes = Lanes(runs[first : first + count], count=count)
+        lanes = Lanes(runs[first : first + count], count=count, steps=problem.steps * len(runs))
         for t in range(problem.steps):
             lanes.step(t)
         losses += lanes.validation_losses(problem.steps)

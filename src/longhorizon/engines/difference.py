@@ -36,9 +36,6 @@ class FiniteDifference:
                 raise ValueError(f"FiniteDifference(eps={eps}): expected a positive fraction.")
 
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "DifferenceRun":
-        for key in self.only or ():
-            if key not in problem.learnt:
-                raise ValueError(f"only has the key {key!r}, which is not learnt.{nearest(key, problem.learnt)}")
         return DifferenceRun(self, problem, saved)
 
     def __str__(self) -> str:
@@ -57,6 +54,9 @@ class FiniteDifference:
 
     def runs(self, problem: Problem) -> list[tuple[str, int, int]]:
         """The shifted runs, as (key, window, direction)."""
+        for key in self.only or ():
+            if key not in problem.learnt:
+                raise ValueError(f"only has the key {key!r}, which is not learnt.{nearest(key, problem.learnt)}")
         return [(key, w, sign) for key in problem.learnt for w in self.windows(problem, key) for sign in (1, -1)]
 
     def shifted(self, problem: Problem, key: str, w: int, sign: int) -> Problem:

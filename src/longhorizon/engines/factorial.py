@@ -220,7 +220,7 @@ class FactorialRun:
         problems = [self._problem(run) for run in self._group] or [self.problem]
         self._shifted, self._lanes = problems[0], None
         if len(problems) > 1:
-            self._lanes = Lanes(problems, state, self.at_once)
+            self._lanes = Lanes(problems, state, self.at_once, self.total * self.problem.steps)
         else:
             self.state = problems[0].start if state is None else state
 

@@ -96,7 +96,7 @@ def _test(
     traces: Traces | None,
     begun: Path,
 ) -> tuple[dict[str, list[Any]], str]:
-    """The scores of a setting, training by training; `begun` holds those of one that was stopped."""
+    """The scores of a setting; `begun` holds those of trainings that were done when it was stopped."""
     try:
         if e.method in OPTIMIZERS:
             return plain(retrain_packaged(setup, e.method, range(seeds), progress)), "ok"
