@@ -42,6 +42,8 @@ def test_chosen_values_cost_nothing_else():
         truth(task, lh.sgd(), HYPERS, seeds=2, only={"lr": [3]}, **SETTING)
     with pytest.raises(ValueError, match="'lrr', which is not learnt. Did you mean 'lr'"):
         truth(task, lh.sgd(), HYPERS, seeds=2, only={"lrr": [0]}, **SETTING)
+    with pytest.raises(ValueError, match="'momentm', which is not learnt. Did you mean 'momentum'"):
+        truth(task, lh.sgd(), HYPERS, seeds=2, only={"lr": [0], "momentm": [0]}, **SETTING)
     with pytest.raises(ValueError, match="seeds=1.*at least two"):
         truth(task, lh.sgd(), HYPERS, seeds=1, **SETTING)
 

@@ -47,7 +47,7 @@ class Lanes:
         """Take all runs a step further; returns the losses before it."""
         first, batches = self.problems[0], self._batches(t)
         forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
-        if len(forms) > 1:
+        if len(forms) > 1 or any(p.inner is not first.inner for p in self.problems):
             return self._one_by_one(t)
         hypers = {key: values[:, first.window(key, t)] for key, values in self._values.items()}
         step: Callable[..., Any] = batched(first)
@@ -58,7 +58,7 @@ class Lanes:
         return found.detach()
 
     def _one_by_one(self, t: int) -> Tensor:
-        """Where batches differ in shape."""
+        """Where batches differ in shape, or models in what is neither a weight nor a buffer."""
         made = [p.train_step(self.lane(i), t) for i, p in enumerate(self._all)]
         self.state = _stacked([tree.detach(state) for state, _ in made])
         return torch.stack([loss.detach() for _, loss in made[: len(self.problems)]])

@@ -1,7 +1,7 @@
 """Traced and compiled steps that several runs share."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longhorizon.inner import Inner
 from longhorizon.task import Task
@@ -43,11 +43,23 @@ class Traces:
         if not all(p.requires_grad for p in fresh.functional.module.parameters()):
             return fresh  # what is not trained is a constant of the trace
         for other, inner in self._known:
-            if _same(task, other) and inner.rule == fresh.rule and inner.groups == fresh.groups:
+            if (
+                _same(task, other)
+                and inner.rule == fresh.rule
+                and inner.groups == fresh.groups
+                and _same_constants(inner.functional.module, fresh.functional.module)
+            ):
                 _take_over(inner.functional.module, fresh.functional.module)
                 return inner
         self._known.append((task, fresh))
         return fresh
+
+
+def _same_constants(one: nn.Module, other: nn.Module) -> bool:
+    """Whether tensors that are neither parameters nor buffers are equal: drawn anew, they are constants of a trace."""
+    pairs = zip(one.modules(), other.modules(), strict=True)
+    kept = [({k: v for k, v in vars(m).items() if isinstance(v, Tensor)} for m in pair) for pair in pairs]
+    return all(a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items()) for a, b in kept)
 
 
 def _take_over(module: nn.Module, fresh: nn.Module) -> None:
