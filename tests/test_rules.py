@@ -237,3 +237,13 @@ def test_a_rule_of_one_s_own():
     for key in hypers:
         assert torch.allclose(forward[key], truth[key], rtol=1e-6)
         assert torch.allclose(adjoint[key], forward[key], rtol=1e-9)
+
+
+def test_rules_of_the_same_arguments_are_equal():
+    """So that runs share their traces, whoever made the rule."""
+    for make in (lh.sgd, lh.adam, lh.adamw, lambda **more: lh.clipped(lh.sgd(**more), 0.5)):
+        assert make() == make()
+        assert make(lr=0.1) != make()
+    assert lh.sgd(nesterov=True) != lh.sgd()
+    assert lh.adam(weight_decay=0.01) != lh.adamw(weight_decay=0.01)
+    assert lh.clipped(lh.sgd(), 1.0) != lh.clipped(lh.adam(), 1.0)

@@ -7,6 +7,7 @@ at zero too. A hyperparameter arrives as a 0-dim tensor, or as a plain float whe
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 Params = dict[str, Tensor]
 Values = Mapping[str, Any]  # argument name -> float or 0-dim tensor
+Update = Callable[[Params, Params, Any, Values], tuple[Params, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Rule:
     name: str
     defaults: Mapping[str, float]
     init: Callable[[Params], Any]
-    update: Callable[[Params, Params, Any, Values], tuple[Params, Any]]
+    update: Update
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,24 +77,8 @@ def sgd(
     if nesterov and dampening != 0.0:
         raise ValueError(f"sgd(nesterov=True, dampening={dampening}): Nesterov momentum needs dampening 0.")
 
-    def init(params: Params) -> SgdState:
-        velocity = {name: torch.zeros_like(p) for name, p in params.items()}
-        return SgdState(velocity, _counter(params))
-
-    def update(params: Params, grads: Params, state: SgdState, h: Values) -> tuple[Params, SgdState]:
-        first = state.step == 0
-        new_params, new_velocity = {}, {}
-        for name, p in params.items():
-            g = grads[name] + h["weight_decay"] * p
-            damped = (1 - h["dampening"]) * g
-            v = h["momentum"] * state.velocity[name] + torch.where(first, g, damped)
-            direction = g + h["momentum"] * v if nesterov else v
-            new_params[name] = p - h["lr"] * direction
-            new_velocity[name] = v
-        return new_params, SgdState(new_velocity, state.step + 1)
-
     defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-    return Rule("sgd", defaults, init, update, {"nesterov": nesterov})
+    return Rule("sgd", defaults, _sgd_init, _sgd_update(nesterov), {"nesterov": nesterov})
 
 
 class AdamState(NamedTuple):
@@ -136,16 +122,45 @@ def clipped(rule: Rule, grad_clip: float) -> Rule:
     if not grad_clip > 0:
         raise ValueError(f"clipped(grad_clip={grad_clip}): the clip level must be positive.")
 
+    defaults = {**rule.defaults, "grad_clip": grad_clip}
+    return Rule(f"clipped {rule.name}", defaults, rule.init, _behind_a_clip(rule.update), rule.options)
+
+
+# Functions are made once for each choice, so that rules of the same arguments are equal and share their traces.
+
+
+def _sgd_init(params: Params) -> SgdState:
+    return SgdState({name: torch.zeros_like(p) for name, p in params.items()}, _counter(params))
+
+
+@cache
+def _sgd_update(nesterov: bool) -> Update:
+    def update(params: Params, grads: Params, state: SgdState, h: Values) -> tuple[Params, SgdState]:
+        first = state.step == 0
+        new_params, new_velocity = {}, {}
+        for name, p in params.items():
+            g = grads[name] + h["weight_decay"] * p
+            damped = (1 - h["dampening"]) * g
+            v = h["momentum"] * state.velocity[name] + torch.where(first, g, damped)
+            direction = g + h["momentum"] * v if nesterov else v
+            new_params[name] = p - h["lr"] * direction
+            new_velocity[name] = v
+        return new_params, SgdState(new_velocity, state.step + 1)
+
+    return update
+
+
+@cache
+def _behind_a_clip(inner: Update) -> Update:
     def update(params: Params, grads: Params, state: Any, h: Values) -> tuple[Params, Any]:
         level = h["grad_clip"]
         if not isinstance(level, Tensor):
             grads = {name: g.clamp(-level, level) for name, g in grads.items()}
         else:
             grads = {name: torch.minimum(torch.maximum(g, -level), level) for name, g in grads.items()}
-        return rule.update(params, grads, state, h)
+        return inner(params, grads, state, h)
 
-    defaults = {**rule.defaults, "grad_clip": grad_clip}
-    return Rule(f"clipped {rule.name}", defaults, rule.init, update, rule.options)
+    return update
 
 
 def _adam_init(params: Params) -> AdamState:
@@ -153,7 +168,8 @@ def _adam_init(params: Params) -> AdamState:
     return AdamState(zeros, {name: torch.zeros_like(p) for name, p in params.items()}, _counter(params))
 
 
-def _adam_update(decoupled: bool) -> Callable[[Params, Params, Any, Values], tuple[Params, Any]]:
+@cache
+def _adam_update(decoupled: bool) -> Update:
     def update(params: Params, grads: Params, state: AdamState, h: Values) -> tuple[Params, AdamState]:
         step = state.step + 1
         power = step.double()  # a float raised to an int64 tensor is float32, whatever the parameters are
