@@ -137,6 +137,8 @@ def _test(found: dict[str, Any], results: Path) -> Panel:
 
 def figure1(found: dict[str, Any], _: Path) -> list[Figure]:
     """Regret against time and against training steps, and the test of what was chosen in the end."""
+    if len(found["table"]) < 2:
+        return []  # a method alone has nothing to be compared with
     best = f"the best of {found['against']}" if found["against"] else "the best of all"
     panels = []
     for clock, x_title in (("seconds", "time (s)"), ("steps", "inner steps")):

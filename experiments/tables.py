@@ -130,10 +130,11 @@ def _figure1(found: dict[str, Any] | None, start: str, name: str, paper: str) ->
             ours = "diverged in the test"
         else:
             seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
-            ours = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f} % ({seeds}), "
-            ours += f"regret {100 * row['regret']:.2f} against {against}"
-            zero = row["seconds_to_zero"]
-            ours += f", zero after {_duration(zero)}" if zero is not None else f", zero in {row['zero']} of {seeds}"
+            ours = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f} % ({seeds})"
+            if found["against"] or len(found["table"]) > 1:  # a method alone has nothing to regret
+                ours += f", regret {100 * row['regret']:.2f} against {against}"
+                zero = row["seconds_to_zero"]
+                ours += f", zero after {_duration(zero)}" if zero is not None else f", zero in {row['zero']} of {seeds}"
         place = cards[-1]["sittings"][-1]
         where = place.get("gpu") or f"{place['cpu']}, {place['threads']} threads"
         what = name if row["method"] == start else f"{name} (`{row['method']}`)"
