@@ -136,9 +136,37 @@ def _test(found: dict[str, Any], results: Path) -> Panel:
 
 
 def figure1(found: dict[str, Any], _: Path) -> list[Figure]:
-    """Regret against time and against training steps, and the test of what was chosen in the end."""
-    if len(found["table"]) < 2:
-        return []  # a method alone has nothing to be compared with
+    """Regret against time and against training steps, the test of what was chosen, and what FDS has learnt.
+
+    A method alone has nothing to be compared with.
+    """
+    learnt = _learnt(found["outer_steps"])
+    return [*([_regret(found)] if len(found["table"]) > 1 else []), *([learnt] if learnt else [])]
+
+
+def _learnt(steps: list[dict[str, Any]]) -> Figure | None:
+    """Learning rates after every outer step of every way to run FDS, with the first of its seeds; the rest of all."""
+    panels: list[Panel] = []
+    others: dict[str, list[Line]] = {"momentum": [], "weight_decay": []}
+    labels = list(dict.fromkeys(step["method"] for step in steps))
+    for label, colour in zip(labels, _colours(labels), strict=True):
+        seed = min(step["seed"] for step in steps if step["method"] == label)
+        own = [step for step in steps if (step["method"], step["seed"]) == (label, seed)]
+        count, lines = len(own) - 1, []
+        for i, step in enumerate(own):
+            lr = step["values"]["lr"]
+            place = (0.0, 100 / len(lr))
+            lines.append(Line(str(i), [*lr, lr[-1]], place, figures.ramp(i, count), 1.2 + (i == count), "steps"))
+        panels.append(Panel(label, "training (%)", "learning rate", lines))
+        for key, line in others.items():
+            line.append(Line(label, [step["values"][key][0] for step in own], colour=colour, width=2.0))
+    legend = list(zip(_colours(labels), labels, strict=True))
+    panels += [Panel(key.replace("_", " "), "outer step", "", lines, legend=legend) for key, lines in others.items()]
+    last = max((step["index"] for step in steps), default=0)
+    return Figure("figure1-learnt", "What FDS has learnt", "", panels, ramp=(0, last)) if labels else None
+
+
+def _regret(found: dict[str, Any]) -> Figure:
     best = f"the best of {found['against']}" if found["against"] else "the best of all"
     panels = []
     for clock, x_title in (("seconds", "time (s)"), ("steps", "inner steps")):
@@ -158,7 +186,7 @@ def figure1(found: dict[str, Any], _: Path) -> list[Figure]:
     error = [100 * row["deviation"] for row in rows]
     line = Line("test", [100 * r["score"] for r in rows], kind="rows", error=error, labels=[r["method"] for r in rows])
     panels.append(Panel("test of the last choice", "accuracy (%)", "", [line]))
-    return [Figure("figure1", "Figure 1", "", panels, size=(5.4, 4.4))]
+    return Figure("figure1", "Figure 1", "", panels, size=(5.4, 4.4))
 
 
 def _colours(labels: list[str]) -> list[str]:

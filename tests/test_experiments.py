@@ -223,9 +223,11 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     text = tables.table(tmp_path / "results")
     assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1
     assert "against the best of grid-halving" in text
-    (figure,) = plot.figure1(both, tmp_path)
-    plot.save_picture(figure, tmp_path / "figure1.png")
+    figure, learnt = plot.figure1(both, tmp_path)
+    for one in (figure, learnt):
+        plot.save_picture(one, tmp_path / f"{one.name}.png")
     assert [len(panel.lines) for panel in figure.panels] == [5, 5, 1]
+    assert [len(panel.lines) for panel in learnt.panels] == [4, 4, 4, 3, 3]  # three engines; then all of them
     assert len(set(plot._colours(list(labels)))) == 5
 
 
