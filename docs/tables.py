@@ -63,6 +63,22 @@ def step_cost_gpu() -> str:
     return _table(["", *head], lines)
 
 
+def step_cost_others() -> str:
+    """Both engines with nine values on other networks, for scale."""
+    lines = []
+    for name, model in (("LeNet", "lenet"), ("WRN-16-1", "wrn16"), ("ResNet-18", "resnet18")):
+        path = RESULTS / f"step_cost_{model}_cuda_float32.json"
+        if not path.exists():
+            continue
+        found = json.loads(path.read_text())
+        for row in found["rows"]:
+            if row["method"] in ("forward", "adjoint") and row["n"] == 9:
+                cells = [f"{row['ms']:.1f}", f"{row['compiled_gradients']:.1f}", f"{row['faster_than_loop']:.1f}"]
+                cells.append(f"{row['error']:.0e}".replace("e-0", "e-"))
+                lines.append([f"{name}, batch {found['settings']['batch']}", row["method"], *cells])
+    return _table(["network", "engine", "ms", "gradients", "× loop", "error"], lines)
+
+
 def end_to_end() -> str:
     """One outer step, all overheads included."""
     result = _result("end_to_end_wrn-16-1_cuda.json")
@@ -192,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "step_cost": step_cost,
     "step_cost_gpu": step_cost_gpu,
+    "step_cost_others": step_cost_others,
     "end_to_end": end_to_end,
     "memory": memory,
     "compare": compare,
