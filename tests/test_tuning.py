@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import longhorizon as lh
+from longhorizon.problem import environment
 
 HYPERS = {
     "lr": lh.Hyper(0.0, windows=2, step=0.1),
@@ -189,3 +190,16 @@ def test_retrain_may_be_shorter_than_the_schedule_has_windows():
 def test_retrain_without_test_data_is_refused():
     with pytest.raises(ValueError, match="give Task\\(test="):
         lh.retrain(make_task(test=None), lh.sgd(), HYPERS, {k: h.values() for k, h in HYPERS.items()}, steps=5)
+
+
+def test_compiling_is_paid_for_by_all_outer_steps(monkeypatch):
+    tuning = lh.Tuning(make_task(), lh.sgd(), HYPERS, steps=20, outer_steps=6, seeds=5)
+    with environment():
+        tuning.advance()
+    problem = tuning.problem
+    assert problem.runs == 30
+    assert not problem.worth_compiling(20)  # on a CPU, never
+    monkeypatch.setattr(problem, "device", torch.device("cuda"))
+    assert problem.worth_compiling(20)
+    monkeypatch.setattr(problem, "runs", 1)
+    assert not problem.worth_compiling(20)

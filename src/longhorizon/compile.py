@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from longhorizon import cuda
 from longhorizon.simplify import simplify
 
-WORTH_COMPILING = 500  # steps of a run on a GPU that pay for a minute of compiling, given several outer steps
+WORTH_COMPILING = 500  # steps on a GPU that pay for a minute of compiling: WRN-16-1 gains 0.16 s by each
 WORTH_TRACING = 25  # steps of one shape in a run that pay for tracing it, given several outer steps
 
 

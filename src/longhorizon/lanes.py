@@ -39,8 +39,9 @@ class Lanes:
         self._all = [*self.problems, *[self.problems[-1]] * spare]
         self.state: State = _stacked([p.start for p in self._all]) if start is None else start
         self._values = {key: torch.stack([p.on_device[key] for p in self._all]) for key in first.hypers}
-        enough = compile.WORTH_COMPILING if first.device.type == "cuda" else compile.WORTH_TRACING
-        self._traced = (steps or first.steps) >= enough
+        steps = steps or first.steps
+        on_cpu = first.device.type == "cpu"
+        self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
         self._form = _form(first.batch(0))  # the shape that is traced; batches of others are rare, or all differ
 
     def step(self, t: int) -> Tensor:

@@ -42,6 +42,7 @@ class Problem:
     val: list[Any]
     traces: Traces
     reach: dict[str, Tensor] | None = None  # γ: how far the outer step will move each value, where it is known
+    runs: int = 1  # training runs of this shape that are to be expected, this one included: what compiling pays for
 
     def __post_init__(self) -> None:
         params = self.start.params
@@ -89,10 +90,13 @@ class Problem:
         new_state, loss = fast(state, batch, self.hypers_at(step))
         return new_state, loss
 
+    def worth_compiling(self, steps: int) -> bool:
+        """Whether so many steps of every run pay for compiling one; on a GPU only."""
+        return self.device.type == "cuda" and steps * self.runs >= compile.WORTH_COMPILING
+
     def stepper(self, steps: int) -> Callable[[State, int], tuple[State, Tensor]]:
-        """The faster of the two for so many steps in all. On the CPU a trace gains little, and rounds differently."""
-        worth = self.device.type == "cuda" and steps >= compile.WORTH_COMPILING
-        return self.compiled_step if worth else self.train_step
+        """The faster of the two for so many steps. On the CPU a trace gains little, and rounds differently."""
+        return self.compiled_step if self.worth_compiling(steps) else self.train_step
 
     def validation_loss(self, state: State, step: int) -> Tensor:
         """The validation loss after `step` steps, without derivatives."""

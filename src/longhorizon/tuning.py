@@ -184,7 +184,7 @@ class Tuning:
         self._problem = make_problem(
             self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, self._traces
         )
-        self._problem.reach = self.outer_state.get("gamma")
+        self._problem.reach, self._problem.runs = self.outer_state.get("gamma"), self.outer_steps * self.seeds
         if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
             self.engine, self.why = trusted(self._problem)
         assert not isinstance(self.engine, str)

@@ -102,7 +102,7 @@ class AdjointRun:
         self.first, self.last = first, problem.steps if last is None else last
         self.stretch = max(1, math.isqrt(self.last - first))
         self.keep_all = engine.keeps_all(problem)
-        worth = problem.device.type == "cuda" and self.keep_all and problem.steps >= compile.WORTH_COMPILING
+        worth = self.keep_all and problem.worth_compiling(problem.steps)
         self.compile = worth if engine.compile == "auto" else engine.compile
         on_cpu = engine.compile == "auto" and problem.device.type == "cpu"
         self.compile_back = self.compile or (on_cpu and problem.steps >= WORTH_TRACING_BACK)

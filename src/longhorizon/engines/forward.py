@@ -200,7 +200,7 @@ class ForwardRun:
         if self.engine.compile != "auto":
             return self.engine.compile
         if self.problem.device.type == "cuda":
-            return self.problem.steps >= compile.WORTH_COMPILING
+            return self.problem.worth_compiling(self.problem.steps)
         return self.stretch(t) >= compile.WORTH_TRACING
 
     def _step(self, t: int) -> Callable[..., tuple[State, Tangents, Tensor, Tensor]]:
