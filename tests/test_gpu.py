@@ -1,5 +1,7 @@
 """What only a GPU can show: compiled steps, replay with deterministic kernels, precision, resume. `make test-gpu`."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 import column_products
 import longhorizon as lh
-from longhorizon import convolution, kernels
+from longhorizon import convolution, kernels, lanes
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.training import Counter
@@ -199,3 +201,65 @@ def test_hypergradient_descent_compiled_is_the_same():
     for other in traces[1:]:
         for key, values in traces[0].items():
             assert torch.allclose(values, other[key], rtol=1e-9, atol=1e-12), key
+
+
+def convolutions():
+    """Of forms that the kernels take, with a stride, and with the first image narrower than a tensor core."""
+    body = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.Softplus()]
+    body += [nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False), nn.Softplus()]
+    return nn.Sequential(*body, nn.AvgPool2d(16), nn.Flatten(), nn.Linear(32, 3)).cuda()
+
+
+def pictures(seed, count=8, side=32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(64, 3, side, side, generator=generator).cuda(),
+            torch.randint(3, (64,), generator=generator).cuda(),
+        )
+        for _ in range(count)
+    ]
+
+
+def picture_task(side=32, **more):
+    return lh.Task(
+        convolutions,
+        lambda model, b: F.cross_entropy(model(b[0]), b[1]),
+        lambda seed: pictures(seed, side=side),
+        lambda seed: pictures(seed + 100, 1, side),
+        **more,
+    )
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+def test_training_runs_side_by_side_are_near_single_ones():
+    traces = lh.Traces()
+    with environment():
+        task = picture_task()
+        assert lanes.at_once(make_problem(task, lh.sgd(), HYPERS, 8, 0), 16) == 8
+        made = [make_problem(task, lh.sgd(), HYPERS, 8, seed, traces=traces) for seed in range(3)]
+        row = lanes.Lanes(made, count=4, steps=10_000)
+        losses = torch.stack([row.step(t) for t in range(8)])
+        for i, one in enumerate(made):
+            state = one.start
+            for t in range(8):
+                state, loss = one.train_step(state, t)
+                assert float(losses[t, i]) == pytest.approx(float(loss.detach()), rel=1e-3)
+    assert len(traces) == 1
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+@pytest.mark.parametrize("side", [32, 33])
+@pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(store="all", compile=True)], ids=repr)
+def test_compiled_convolutions_are_near_plain_ones(engine, side):
+    """Sides that the kernels do not know are left to cuDNN."""
+
+    def model():
+        return nn.Sequential(*list(convolutions())[:5], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3)).cuda()
+
+    task = dataclasses.replace(picture_task(side), model=model)
+    found, plain = (
+        lh.hypergradient(task, lh.sgd(), HYPERS, steps=6, engine=dataclasses.replace(engine, compile=compiled))
+        for compiled in (True, False)
+    )
+    assert_close(found, plain, 2e-3)
