@@ -16,7 +16,7 @@ import longhorizon as lh
 from longhorizon import compile, offtheshelf, recipe_text, retraining, rundir
 from longhorizon import recipe as recipes
 from longhorizon.problem import Problem, environment, make_problem
-from longhorizon.rivals import hyperband, registry, regret, space, testing, workers
+from longhorizon.rivals import hyperband, methods, registry, regret, space, testing, workers
 from longhorizon.rivals.arena import Stop, Trial
 from longhorizon.rivals.blackbox import BlackBox, quiet
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
@@ -653,3 +653,12 @@ def test_all_names_every_method():
     assert [m.name for m in registry.chosen(["all"])] == ALL
     assert set(registry.USUAL) <= set(ALL)
     assert isinstance(registry.METHODS["bohb"], BlackBox)
+
+
+def test_the_gate_is_that_of_tune(monkeypatch):
+    with pytest.raises(ValueError, match="gate='maybe'"):
+        compare(methods=["fds"], gate="maybe")
+    given = []
+    monkeypatch.setattr(methods, "Tuning", lambda *a, **k: given.append(k["gate"]) or lh.Tuning(*a, **k))
+    compare(methods=["fds"], gate="wait")
+    assert given == ["wait"]

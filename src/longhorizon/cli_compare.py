@@ -123,6 +123,7 @@ def run(
             engine=recipes.engine_of(chosen),
             seed=chosen.seed,
             seeds=chosen.seeds,
+            gate=chosen.gate,  # type: ignore[arg-type]
             repeats=repeats,
             epoch=per_epoch,
             horizon=chosen.horizon,

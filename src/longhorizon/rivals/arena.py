@@ -17,7 +17,7 @@ from longhorizon.rules import Rule
 from longhorizon.rundir import load_tensors, save_tensors
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import run_seed
+from longhorizon.tuning import Gates, run_seed
 
 PATIENCE = 3  # trials that may crash before any has gone well
 
@@ -52,6 +52,7 @@ class Setup:
     epoch: int
     horizon: int
     whole: int = 0
+    gate: Gates = "off"
 
     @property
     def steps(self) -> int:

@@ -28,7 +28,7 @@ from longhorizon.rundir import RunDirectory
 from longhorizon.seeds import checked
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import Tuning, plain
+from longhorizon.tuning import Gates, Tuning, plain
 
 KIND = "compare"  # in run.json, to tell a comparison from a tuning run
 
@@ -77,6 +77,7 @@ def compare(
     engine: Engine | Any = "auto",
     seed: int = 0,
     seeds: int = 1,
+    gate: Gates = "off",
     repeats: int = 1,
     epoch: int = 0,
     horizon: int = 1,
@@ -97,8 +98,8 @@ def compare(
         steps: inner steps of a training run; a list is for methods that take outer steps, and its largest for all.
         budget: of each method with each seed: "300s", "5m", "20 runs" or "4000 steps".
         methods: names; ["all"] for every one there is.
-        outer_steps, outer, engine, seeds: of `fds` (and, but for the engine, of `greedy`), as for `tune`; "auto" is the
-            paper's, `Forward(clip=10.0)`.
+        outer_steps, outer, engine, seeds, gate: of `fds` (and, but for the engine, of `greedy`), as for `tune`; the
+            engine "auto" is the paper's, `Forward(clip=10.0)`.
         seed: of everything.
         repeats: how often every method is run, each time with another seed, for mean and spread.
         epoch: inner steps of an epoch, the least that Hyperband gives a trial. Default: a 27th of a run.
@@ -122,7 +123,16 @@ def compare(
         ValueError: for bad input or a budget too small for one trial, before any work.
     """
     tuning = Tuning(  # checks, before anything is written
-        task, rule, hypers, steps=steps, outer_steps=outer_steps, outer=outer, engine=engine, seed=seed, seeds=seeds
+        task,
+        rule,
+        hypers,
+        steps=steps,
+        outer_steps=outer_steps,
+        outer=outer,
+        engine=engine,
+        seed=seed,
+        seeds=seeds,
+        gate=gate,
     )
     wanted = registry.chosen(methods)
     for name, count in (("repeats", repeats), ("workers", workers), ("test_seeds", test_seeds)):
@@ -153,6 +163,7 @@ def compare(
         epoch,
         horizon,
         train_steps or 0,
+        gate,
     )
     limit = parse_budget(budget, setup.steps)
     for method in wanted:

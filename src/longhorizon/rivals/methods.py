@@ -95,6 +95,7 @@ def drive(arena: Arena, engine: Any) -> None:
         engine=engine,
         seed=arena.seed,
         seeds=setup.seeds,
+        gate=setup.gate,
         traces=arena.traces,
         saved=saved and saved["tuning"],
     )

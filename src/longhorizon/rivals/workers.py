@@ -125,6 +125,7 @@ def setup_of(dir: Path) -> tuple[Setup, dict[str, object]]:
         chosen.seeds,
         per_epoch,
         chosen.horizon,
+        gate=chosen.gate,  # type: ignore[arg-type]
     )
     plan = json.loads((dir / "plan.json").read_text())
     return setup, plan | {"precision": chosen.precision, "checkpoint_seconds": chosen.checkpoint_seconds}
