@@ -75,8 +75,7 @@ def available() -> bool:
 @cache
 def _room_for(size: Size, device: torch.device) -> bool:
     """Whether the strips of all kernels of a size fit into the device's shared memory."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    most: int = properties.shared_memory_per_block_optin
+    most: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
     plans = [kernels.convolve(size), kernels.weigh(size), kernels.precise(size)]
     plans += [kernels.spread(size)] if KINDS[size.kind][2] == 2 and size.channels >= 16 else []
     return all(4 * plan.floats <= most for plan in plans)

@@ -26,7 +26,7 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
     """How float32 products are computed on a GPU while the context lasts.
 
     torch lets convolutions use TF32, with 10 bits of mantissa, by default. Derivatives through many steps amplify that:
-    a Hessian product of WRN-16-1 is off by 5 % in TF32 and by 0.2 % in float32 (benchmarks/results/step_cost_wrn16_*).
+    a Hessian product of WRN-16-1 is off by 5 % in TF32 and by 0.1 % in float32 (benchmarks/results/step_cost_wrn16_*).
     """
     if kind not in ("float32", "tf32"):
         raise ValueError(f"precision={kind!r}: expected 'float32' or 'tf32' (or a model in float64).")

@@ -94,7 +94,10 @@ def retrain(
         together = at_once(first, len(chosen))
         for begin in range(0, len(chosen), together):
             group = chosen[begin : begin + together]
-            problems = [make_problem(whole, rule, hypers, steps, seed, values, traces) for seed in group]
+            problems = [
+                first if begin + i == 0 else make_problem(whole, rule, hypers, steps, seed, values, traces)
+                for i, seed in enumerate(group)
+            ]
             training = Lanes(problems, None, together, total) if together > 1 else _Alone(problems[0], total)
             for step in range(steps):
                 loss = training.step(step)

@@ -44,7 +44,7 @@ class Adjoint:
         clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal);
             "auto" for one that is relative to q.
         per_step: also return the hypergradient of every single step.
-        compile: "auto" compiles both the step and the step back on a GPU, if the run is long and all states are kept
+        compile: "auto" compiles both the step and the step back on a GPU, if runs are long and all states are kept
             (a replay needs kernels that give the same bits twice), and traces the step back of a long run on the CPU;
             True always, False never.
     """
