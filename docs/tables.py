@@ -97,6 +97,23 @@ def end_to_end() -> str:
     return _table(["", "seconds", "ms per step", "× loop", "compiling once, s"], rows)
 
 
+def horizon() -> str:
+    """Seconds and gigabytes against the length of a run, on a GPU."""
+    rows = _result("horizon_lenet_cuda.json")["rows"]
+    lengths = sorted({row["steps"] for row in rows})
+    found = {(row["engine"], row["steps"]): row for row in rows}
+
+    def cell(engine: str, steps: int) -> str:
+        row = found.get((engine, steps))
+        return f"{row['seconds']:.1f} s, {row['peak_gb']:.2f} GB" if row and "seconds" in row else "–"
+
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    return _table(
+        ["engine", *(f"T = {steps:,}" for steps in lengths)],
+        [[engine, *(cell(engine, steps) for steps in lengths)] for engine in engines],
+    )
+
+
 def memory() -> str:
     """Megabytes that a run needs, by method and number of steps."""
     cells = _result("memory.json")["cells"]
@@ -210,6 +227,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step_cost_gpu": step_cost_gpu,
     "step_cost_others": step_cost_others,
     "end_to_end": end_to_end,
+    "horizon": horizon,
     "memory": memory,
     "compare": compare,
     "trust": trust,

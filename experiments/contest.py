@@ -26,6 +26,8 @@ from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.registry import chosen
 from longhorizon.rivals.testing import Tested, read_tests
+from longhorizon.rundir import RunDirectory
+from longhorizon.tuning import OuterStep
 
 EVERY = 60.0  # seconds between lines of progress
 USUAL = (1.0, 10.0)  # epochs of FDS's outer steps, the last one repeating
@@ -179,11 +181,12 @@ class Gathered:
     evaluations: list[Evaluation]
     tests: list[Tested]
     untested: dict[str, int]  # choices that were not tested, by entrant
+    outer_steps: dict[tuple[str, int], list[OuterStep]]  # by label and seed, of those that differentiate
 
 
 def gathered(folder: Path) -> Gathered:
     """What the entrants in a folder have done so far."""
-    cards, evaluations, tests, untested = [], [], [], {}
+    cards, evaluations, tests, untested, outer_steps = [], [], [], {}, {}
     for path in sorted(folder.glob("*/entrant.json")):
         card = json.loads(path.read_text())
         journal = path.with_name("journal.jsonl")
@@ -195,9 +198,11 @@ def gathered(folder: Path) -> Gathered:
         if not keys:
             continue
         cards.append(card)
+        if steps := RunDirectory(path.parent / f"{card['method']}-{card['seed']}").journal():
+            outer_steps[card["label"], card["seed"]] = steps
         evaluations += [replace(e, method=card["label"], best=e.best and e.key in keys) for e in own]
         tests += [replace(t, method=card["label"]) for t in known]
-    return Gathered(cards, evaluations, tests, untested)
+    return Gathered(cards, evaluations, tests, untested, outer_steps)
 
 
 def judged(e: Evaluation) -> str:

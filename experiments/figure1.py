@@ -29,6 +29,7 @@ import record
 from record import rounded, say
 
 from longhorizon.rivals.budget import parse_budget
+from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.regret import curves, scores, table
 from longhorizon.tuning import plain
 
@@ -115,6 +116,7 @@ def write(args: Any, one: contest.Contest) -> None:
                 "metrics": e.metrics,
                 "values": e.values,
                 "status": e.status,
+                **seen(found, e),
             }
             for e in found.evaluations
             if e.method.startswith("fds")
@@ -124,6 +126,16 @@ def write(args: Any, one: contest.Contest) -> None:
     for row in rows:
         accuracy = "no score" if row.score is None else f"{100 * row.score:.2f} ± {100 * (row.deviation or 0):.2f} %"
         say(f"{row.method:<16} {accuracy} ({row.seeds} seeds, {row.seconds:.0f} s each)")
+
+
+def seen(found: contest.Gathered, e: Evaluation) -> dict[str, Any]:
+    """What the outer step of an evaluation saw: hypergradients per inner step, and what speaks against them."""
+    steps = found.outer_steps.get((e.method, e.seed), [])
+    step = next((s for s in steps if (s.index, s.steps) == (e.trial, e.steps)), None)
+    if step is None:  # trained with what FDS had ended with
+        return {}
+    mean = {key: rounded(v) for key, v in step.mean.items()}
+    return {"mean": mean, "doubts": step.doubts, "held": step.held, "engine": step.engine}
 
 
 def numbers(name: str, text: str, kind: Any) -> list[Any]:

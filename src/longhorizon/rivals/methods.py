@@ -15,6 +15,7 @@ from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, words_of
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
 from longhorizon.rivals.training import Judged, Training, Trains
+from longhorizon.rundir import RunDirectory
 from longhorizon.tuning import OuterStep, Tuning, plain
 
 DRAW = 7  # a purpose of its own for random starts
@@ -99,6 +100,7 @@ def drive(arena: Arena, engine: Any) -> None:
         traces=arena.traces,
         saved=saved and saved["tuning"],
     )
+    journal = RunDirectory(arena.dir)  # what each outer step saw and doubted, as in a run of `tune`
     counted: int = saved["counted"] if saved else 0  # in the outer step in progress
     phase = _phase(saved["tuning"]["run"]) if saved else "train"
     saved_at = time.monotonic()
@@ -119,6 +121,7 @@ def drive(arena: Arena, engine: Any) -> None:
             arena.counter.steps += 1
         if record is not None:
             _record(arena, record, counted)
+            journal.append(record)
             counted = 0
         asked = _asked(arena, counted)
         if record is not None or asked or time.monotonic() - saved_at >= arena.checkpoint_seconds:
