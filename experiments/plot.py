@@ -138,10 +138,11 @@ def _test(found: dict[str, Any], results: Path) -> Panel:
 def figure1(found: dict[str, Any], _: Path) -> list[Figure]:
     """Regret against time and against training steps, the test of what was chosen, and what FDS has learnt.
 
-    A method alone has nothing to be compared with.
+    A method alone has nothing to be compared with, and a choice alone makes no curve.
     """
     learnt = _learnt(found["outer_steps"])
-    return [*([_regret(found)] if len(found["table"]) > 1 else []), *([learnt] if learnt else [])]
+    compared = len(found["table"]) > 1 and any(len(curve["times"]) > 1 for curve in found["curves"]["seconds"])
+    return [*([_regret(found)] if compared else []), *([learnt] if learnt else [])]
 
 
 def _learnt(steps: list[dict[str, Any]]) -> Figure | None:

@@ -56,6 +56,9 @@ def table(results: Path = RESULTS) -> str:
     found = _result(results, "figure1")
     for start, (name, paper) in FIGURE1.items():
         rows += [["Figure 1", *row] for row in _figure1(found, start, name, paper)]
+    found = _result(results, "figure1_signs")
+    rows.append(["Figure 1", "signs that FDS followed and that are right", "–", _signs(found)])
+    rows[-1] += _where(found, "python experiments/figure1_signs.py")
     found = _result(results, "appendix-f")
     rows.append(["Appendix F", *_appendix_f(found), *_where(found, "python experiments/appendix_f.py")])
     for setting, (name, paper) in FIGURE2.items():
@@ -140,6 +143,17 @@ def _figure1(found: dict[str, Any] | None, start: str, name: str, paper: str) ->
         what = name if row["method"] == start else f"{name} (`{row['method']}`)"
         rows.append([what, paper, ours, f"`{command}`", f"{_duration(row['seconds'])} a seed", where])
     return rows
+
+
+def _signs(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return NOT_RUN
+    epoch = found["settings"]["steps_per_epoch"]
+    return "; ".join(
+        f"{p['method']}, seed {p['seed']}, outer step {p['index'] + 1}, on {p['steps'] / epoch:g} epochs: "
+        f"{p['right']} of {p['sure']} that are sure ({p['values']} values)"
+        for p in found["points"]
+    )
 
 
 def _appendix_f(found: dict[str, Any] | None) -> list[str]:

@@ -219,10 +219,22 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     learnt = {c["method"]: c["values"] for c in both["choices"] if c["seed"] == 0}
     assert learnt["fds-adjoint"] == learnt["fds-forward-clip10"]  # by the signs of the same hypergradients
     assert [s["steps"] for s in both["outer_steps"] if s["method"] == "fds-adjoint"] == [7, 7, 7, 22]
+    signs = inside("figure1_signs", "--label", "fds-forward-clip10", "--at", "0,2")
+    assert [(p["index"], p["steps"], p["values"]) for p in signs["points"]] == [(0, 7, 9), (2, 7, 9)]
+    seen = next(s for s in both["outer_steps"] if (s["method"], s["index"]) == ("fds-forward-clip10", 2))
+    followed = [row["followed"] for row in signs["points"][1]["rows"]["lr"]]
+    assert followed == [(g > 0) - (g < 0) for g in seen["mean"]["lr"]]
+    assert all(p["right"] <= p["sure"] <= p["values"] for p in signs["points"])
+    (tmp_path / "results" / "figure1_signs.json").write_text(json.dumps(signs))
+    with pytest.raises(SystemExit, match="--at 9: fds-adjoint has the outer steps 0 to 2"):
+        inside("figure1_signs", "--label", "fds-adjoint", "--at", "9")
+    with pytest.raises(SystemExit, match="--label nobody --seed 0: not in .*there: bohb"):
+        inside("figure1_signs", "--label", "nobody")
     (tmp_path / "results" / "figure1.json").write_text(json.dumps(both))
     text = tables.table(tmp_path / "results")
     assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1
     assert "against the best of grid-halving" in text
+    assert "fds-forward-clip10, seed 0, outer step 3" in text
     figure, learnt = plot.figure1(both, tmp_path)
     for one in (figure, learnt):
         plot.save_picture(one, tmp_path / f"{one.name}.png")

@@ -1,0 +1,128 @@
+"""How many of the signs that FDS followed in Figure 1 were right, outer step by outer step of an entrant.
+
+Shows: at the values of chosen outer steps, the slope of the validation loss that a user would feel, with its standard
+    error, beside the way in which FDS moved each value. It says which hypergradients were wrong, and, with another
+    length of the runs (--epochs-of 50), whether what is good for a short run is good for a long one.
+Command: python experiments/figure1.py --data-root DATA --methods fds --engine forward      first
+         python experiments/figure1_signs.py --data-root DATA --label fds-forward-clip10 --at 1,9
+Time:    a point is 2 · pairs training runs, many at once.
+Paper:   nothing of the kind.
+
+The truth is a slope over a finite distance (learning rates by 30 %, at least 0.01; momentum by 0.1; weight decay by a
+half, at least 1e-4), from a factorial design of 24 pairs, each with a seed of its own (docs/trust.md), none of them
+FDS's. One that is less than two standard errors from zero is not counted. Results are kept point by point and all that
+are in --work are written.
+"""
+
+import math
+from typing import Any
+
+import contest
+import record
+import torch
+from figure1 import numbers
+from record import rounded, say
+
+import longhorizon as lh
+from longhorizon.engines.design import hadamard
+from longhorizon.rivals.ledger import Evaluation
+from longhorizon.tuning import OuterStep
+
+SURE = 2.0  # standard errors
+SEED = 1_000_003  # far from those of tuning
+
+
+def main() -> None:
+    parser = record.arguments(__doc__ or "", "figure1_signs")
+    contest.options(parser)
+    parser.add_argument("--label", default="fds-forward-clip10", help="which entrant of figure1.py")
+    parser.add_argument("--seed", type=int, default=0, help="of that entrant")
+    parser.add_argument("--at", default="1,9", help="outer steps, from 0, with commas between them")
+    parser.add_argument("--epochs-of", type=float, help="of the runs; without it, as long as that outer step's")
+    parser.add_argument("--pairs", type=int, default=24, help="of runs per point; at least as many as values")
+    args = record.parse(parser)
+    if args.epochs_of is not None and not args.epochs_of > 0:
+        raise SystemExit(f"--epochs-of {args.epochs_of:g}: expected more than nothing.")
+    if args.pairs < 1:
+        raise SystemExit(f"--pairs {args.pairs}: expected at least 1.")
+    one = contest.Contest(args, "figure1", windows=7)
+    found = one.gathered()
+    own = [e for e in found.evaluations if (e.method, e.seed) == (args.label, args.seed)]
+    if not own:
+        known = sorted({f"{card['label']} (seed {card['seed']})" for card in found.cards})
+        raise SystemExit(f"--label {args.label} --seed {args.seed}: not in {one.folder}; there: {', '.join(known)}.")
+    values = sum(hyper.windows for hyper in one.hypers.values())
+    pairs = len(hadamard(max(values, 1 if args.smoke else args.pairs)))  # the size that there is a design for
+    work = record.Work(args, "figure1_signs", one.settings)
+    for index in numbers("--at", args.at, int):
+        if index + 1 >= len(own):
+            raise SystemExit(f"--at {index}: {args.label} has the outer steps 0 to {len(own) - 2}.")
+        steps = own[index].steps if args.epochs_of is None else max(7, round(args.epochs_of * one.epoch))
+        name = f"{args.label}-{args.seed}-at{index}-of{steps}-pairs{pairs}"
+        say(f"{name}: {2 * pairs} training runs")
+        point = work.unit(name, lambda i=index, n=steps: measured(one, own, found, i, n, pairs))
+        say(f"{name}: {point['right']} of {point['sure']} signs right, of {point['values']} values")
+    points = [work.unit(path.stem, dict) for path in sorted(work.folder.glob("fds*.json"))]
+    content = {"settings": one.settings, "seconds": work.seconds(), "points": points}
+    record.finish(args, "figure1_signs", content)
+
+
+def measured(
+    one: contest.Contest, own: list[Evaluation], found: contest.Gathered, index: int, steps: int, pairs: int
+) -> dict[str, Any]:
+    """The truth at the values of an outer step, and what FDS did there."""
+    at, after = own[index], own[index + 1]
+    hypers = {
+        key: lh.Hyper(list(at.values[key]), windows=hyper.windows, step=hyper.step) for key, hyper in one.hypers.items()
+    }
+    distance = {key: [apart(key, v) for v in values] for key, values in at.values.items()}
+    truth = lh.hypergradient(
+        one.task, one.rule, hypers, steps=steps, engine=lh.Factorial(distance, pairs), seed=SEED + index
+    )
+    assert truth.error is not None
+    seen = next((s for s in found.outer_steps.get((at.method, at.seed), []) if s.index == index), None)
+    rows = {}
+    for key in hypers:
+        slopes, errors = (part[key].tolist() for part in (truth.grad, truth.error))
+        rows[key] = [
+            {
+                "value": at.values[key][w],
+                "slope": rounded(slope),
+                "error": rounded(error),
+                "sure": bool(abs(slope) > SURE * error),
+                "followed": followed(at, after, seen, key, w),
+            }
+            for w, (slope, error) in enumerate(zip(slopes, errors, strict=True))
+        ]
+    every = [row for part in rows.values() for row in part]
+    counted = [row for row in every if row["sure"] and row["followed"]]
+    return {
+        "method": at.method,
+        "seed": at.seed,
+        "index": index,
+        "steps": steps,
+        "steps_of_fds": at.steps,
+        "pairs": pairs,
+        "val_loss": rounded(truth.val_loss),
+        "values": len(every),
+        "sure": len(counted),
+        "right": sum(row["followed"] * row["slope"] > 0 for row in counted),
+        "rows": rows,
+    }
+
+
+def apart(key: str, value: float) -> float:
+    """How far a value is shifted to either side."""
+    if key == "lr":
+        return max(0.3 * abs(value), 0.01)
+    return 0.1 if key == "momentum" else max(0.5 * abs(value), 1e-4)
+
+
+def followed(at: Evaluation, after: Evaluation, seen: OuterStep | None, key: str, window: int) -> int:
+    """The sign of FDS's hypergradient of a value: as it was written down, or else by where the value went."""
+    sign = seen.mean[key][window].item() if seen else at.values[key][window] - after.values[key][window]
+    return 0 if math.isnan(sign) else int(torch.tensor(sign).sign())
+
+
+if __name__ == "__main__":
+    record.run(main)
