@@ -164,6 +164,16 @@ class Contest:
     def gathered(self) -> "Gathered":
         return gathered(self.folder)
 
+    def outer_steps_of(self, label: str, seed: int) -> list[Evaluation]:
+        """The evaluations of an entrant that has run, FDS's last being of what it ended with."""
+        found = self.gathered()
+        own = [e for e in found.evaluations if (e.method, e.seed) == (label, seed)]
+        if not own:
+            known = sorted(f"{card['label']} (seed {card['seed']})" for card in found.cards)
+            there = ", ".join(known) or "nothing"
+            raise SystemExit(f"--label {label} --seed {seed}: not in {self.folder}; there is {there}.")
+        return own
+
     def _shortened(self, epochs: float) -> int:
         """Steps of a training run of so many epochs, in proportion where a whole run is a size for tests."""
         whole = self.args.epochs if self.args.smoke else self.settings["epochs"]

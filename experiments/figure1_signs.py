@@ -47,10 +47,7 @@ def main() -> None:
         raise SystemExit(f"--pairs {args.pairs}: expected at least 1.")
     one = contest.Contest(args, "figure1", windows=7)
     found = one.gathered()
-    own = [e for e in found.evaluations if (e.method, e.seed) == (args.label, args.seed)]
-    if not own:
-        known = sorted({f"{card['label']} (seed {card['seed']})" for card in found.cards})
-        raise SystemExit(f"--label {args.label} --seed {args.seed}: not in {one.folder}; there: {', '.join(known)}.")
+    own = one.outer_steps_of(args.label, args.seed)
     values = sum(hyper.windows for hyper in one.hypers.values())
     pairs = len(hadamard(max(values, 1 if args.smoke else args.pairs)))  # the size that there is a design for
     work = record.Work(args, "figure1_signs", one.settings)

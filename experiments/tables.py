@@ -59,6 +59,8 @@ def table(results: Path = RESULTS) -> str:
     found = _result(results, "figure1_signs")
     rows.append(["Figure 1", "signs that FDS followed and that are right", "–", _signs(found)])
     rows[-1] += _where(found, "python experiments/figure1_signs.py")
+    found = _result(results, "figure1_decay")
+    rows.append(["Figure 1", *_decay(found), *_where(found, "python experiments/figure1_decay.py")])
     found = _result(results, "appendix-f")
     rows.append(["Appendix F", *_appendix_f(found), *_where(found, "python experiments/appendix_f.py")])
     for setting, (name, paper) in FIGURE2.items():
@@ -154,6 +156,15 @@ def _signs(found: dict[str, Any] | None) -> str:
         f"{p['right']} of {p['sure']} that are sure ({p['values']} values)"
         for p in found["points"]
     )
+
+
+def _decay(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["what FDS has learnt, with other weight decays", "–", NOT_RUN]
+    rows = found["rows"]
+    ours = "; ".join(_accuracy(row["accuracy"]) for row in rows.values())
+    learnt = found["learnt"]["weight_decay"][0]
+    return [f"with weight decay {', '.join(rows)}", "–", f"{ours} (`{found['settings']['label']}` has {learnt:.1g})"]
 
 
 def _appendix_f(found: dict[str, Any] | None) -> list[str]:

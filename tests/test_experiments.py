@@ -228,13 +228,21 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     (tmp_path / "results" / "figure1_signs.json").write_text(json.dumps(signs))
     with pytest.raises(SystemExit, match="--at 9: fds-adjoint has the outer steps 0 to 2"):
         inside("figure1_signs", "--label", "fds-adjoint", "--at", "9")
-    with pytest.raises(SystemExit, match="--label nobody --seed 0: not in .*there: bohb"):
+    with pytest.raises(SystemExit, match="--label nobody --seed 0: not in .*there is bohb"):
         inside("figure1_signs", "--label", "nobody")
+    decay = inside("figure1_decay", "--decays", "0,1e-3")
+    assert decay["rows"].keys() == {"0", "0.001"}
+    assert decay["learnt"] == next(
+        c["values"] for c in both["outer_steps"][::-1] if c["method"] == "fds-forward-clip10" and c["seed"] == 0
+    )
+    assert all(len(row["accuracy"]) == 2 for row in decay["rows"].values())
+    (tmp_path / "results" / "figure1_decay.json").write_text(json.dumps(decay))
     (tmp_path / "results" / "figure1.json").write_text(json.dumps(both))
     text = tables.table(tmp_path / "results")
     assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1
     assert "against the best of grid-halving" in text
     assert "fds-forward-clip10, seed 0, outer step 3" in text
+    assert "| with weight decay 0, 0.001 |" in text
     figure, learnt = plot.figure1(both, tmp_path)
     for one in (figure, learnt):
         plot.save_picture(one, tmp_path / f"{one.name}.png")
