@@ -43,12 +43,14 @@ class Entrant:
     clip: float | None = None
     horizons: tuple[float, ...] = ()  # of fds: epochs of its outer steps' training runs; a whole run without them
     precision: str = "float32"
+    gate: str = "off"  # of fds: what becomes of values whose sign is not supported
 
     @property
     def label(self) -> str:
         clip = "" if self.clip is None else f"clip{self.clip:g}"
         epochs = "" if self.horizons in ((), USUAL) else "epochs" + "+".join(f"{h:g}" for h in self.horizons)
-        parts = [self.method, self.engine, clip, epochs, "" if self.precision == "float32" else self.precision]
+        gate = "" if self.gate == "off" else self.gate
+        parts = [self.method, self.engine, clip, gate, epochs, "" if self.precision == "float32" else self.precision]
         return "-".join(part for part in parts if part)
 
     def differentiates(self, device: str) -> Any:
@@ -151,6 +153,7 @@ class Contest:
             methods=[entrant.method],
             outer_steps=self.settings["outer_steps"],
             engine=entrant.differentiates(args.device),
+            gate=entrant.gate,  # type: ignore[arg-type]
             seed=seed,
             epoch=self.epoch,
             test=args.test,
@@ -237,5 +240,5 @@ def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Names
         raise SystemExit(
             f"--horizons {args.horizons}: expected epochs, more than 0 and at most {args.epochs:g}, a run's."
         )
-    fds = Entrant("fds", args.engine, clip or None, horizons, args.precision)
+    fds = Entrant("fds", args.engine, clip or None, horizons, args.precision, args.gate)
     return [fds if name == "fds" else Entrant(name, precision=args.precision) for name in names]

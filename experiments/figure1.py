@@ -16,7 +16,8 @@ says "10 epochs for some outer steps" and not which. What it ends with is traine
 is its choice. `--engine forward` is the paper's: forward mode, H·Z clipped at ±10. `--engine adjoint` takes exact
 hypergradients of the same runs by walking back, at a cost that does not depend on the number of values. `--clip`
 bounds H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact, and smoothed differences for the
-values that its meter doubts (docs/trust.md). All can stand side by side in the figure. Hypergradient descent is run
+values that its meter doubts (docs/trust.md); `--gate wait` keeps those that are doubted even so where they are. All can
+stand side by side in the figure. Hypergradient descent is run
 again and again, from zero and then from random points of the range. The searches are Optuna's, not HpBandSter's
 (docs/compare.md); Hyperband and BOHB judge first after 50/27 epochs, the shortest rung of at least one. A test has as
 many steps as a training run, on 5 % more images.
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["adjoint", "forward", "hybrid"], default="adjoint", help="of fds")
     parser.add_argument("--clip", type=float, help="of fds; 10 for forward and none for adjoint without it")
     parser.add_argument("--horizons", default="1,10", help="epochs of FDS's outer steps, the last one repeating")
+    parser.add_argument("--gate", choices=["off", "wait", "shrink"], default="off", help="of fds (docs/trust.md)")
     parser.add_argument("--gather", action="store_true", help="only write the result from what is there")
     args = record.parse(parser)
     seeds = numbers("--seeds", args.seeds, int)
