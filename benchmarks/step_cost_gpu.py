@@ -252,6 +252,8 @@ def main() -> None:
     parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
     args = parser.parse_args()
     args.counts = [int(n) for n in args.counts.split(",")]
+    if bad := [n for n in args.counts if n < 1 or n == 2]:
+        parser.error(f"--counts {bad[0]}: expected 1, or 3 and more (learning rates, momentum and weight decay).")
     args.precisions = args.precisions.split(",") if args.device == "cuda" else ["float32"]
     record = environment(args.device)
     record.pop("tf32", None)

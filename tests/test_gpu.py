@@ -9,7 +9,7 @@ from torch import nn
 
 import column_products
 import longhorizon as lh
-from longhorizon import convolution, kernels, lanes
+from longhorizon import convolution, kernels, lanes, seeds
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.training import Counter
@@ -124,6 +124,26 @@ def test_the_convolutions_of_columns_are_accurate(channels, outputs, side, pairs
     image, kernel = draw(count, *large), draw(*weight)
     found, exact = precise(image, kernel, kind), column_products.precise(image, kernel, kind)
     assert (found - exact).norm() <= 1e-8 * exact.norm()  # the same bits, but for a rounding here and there
+
+
+def test_seeding_leaves_nothing_behind():
+    """`torch.manual_seed` queues every seed, with a stack trace, for kinds of devices that are not there."""
+
+    def queued():
+        return [len(getattr(kind, "_queued_calls", ())) for kind in (torch.cuda, torch.xpu, torch.mtia)]
+
+    def drawn():
+        return [torch.rand(3), torch.rand(3, device="cuda")]
+
+    seeds.seed_all(1)
+    before, first = queued(), drawn()
+    seeds.seed_all(1)
+    assert queued() == before
+    assert all(torch.equal(a, b) for a, b in zip(first, drawn(), strict=True))
+    torch.manual_seed(seeds.mix(1))
+    expected = drawn()
+    seeds.seed_torch(seeds.mix(1))
+    assert all(torch.equal(a, b) for a, b in zip(expected, drawn(), strict=True))
 
 
 def test_replay_is_exact_in_float32():
