@@ -9,8 +9,9 @@ from torch import nn
 
 import column_products
 import longhorizon as lh
-from longhorizon import convolution, kernels, lanes, seeds
+from longhorizon import compile, convolution, kernels, lanes, seeds
 from longhorizon.problem import environment, make_problem
+from longhorizon.rivals import rows
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.training import Counter
 
@@ -266,6 +267,21 @@ def test_training_runs_side_by_side_are_near_single_ones():
                 state, loss = one.train_step(state, t)
                 assert float(losses[t, i]) == pytest.approx(float(loss.detach()), rel=1e-3)
     assert len(traces) == 1
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+def test_trials_side_by_side_are_the_same_trials(monkeypatch):
+    monkeypatch.setattr(compile, "WORTH_COMPILING", 1)
+    settings = {"methods": ["grid"], "steps": 10, "outer_steps": 2, "budget": "10 runs", "test": "none"}
+    task, wide = make_task(dtype=torch.float32), []
+    width = rows.width
+    monkeypatch.setattr(rows, "width", lambda arena: wide.append(width(arena)) or wide[-1])
+    row = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
+    assert set(wide) == {rows.WIDTH}
+    monkeypatch.setattr(rows, "width", lambda arena: 1)
+    single = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
+    assert [e.key for e in row] == [e.key for e in single]
+    assert [e.val_loss for e in row] == pytest.approx([e.val_loss for e in single], rel=1e-2)
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")

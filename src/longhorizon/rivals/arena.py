@@ -87,6 +87,7 @@ class Arena:
         self.purse, self.ledger, self.dir = purse, ledger, dir
         self.checkpoint_seconds, self._pulse, self._on_evaluation = checkpoint_seconds, pulse, on_evaluation
         self.counter = Counter()
+        self.width: int | None = None  # trials at once, once it is known (rows.py)
         self.traces = Traces()  # its own: what compiling costs is on each method's clock
         dir.mkdir(parents=True, exist_ok=True)
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from longhorizon import seeds
-from longhorizon.rivals import hyperband
+from longhorizon.rivals import hyperband, rows
 from longhorizon.rivals.arena import Arena, Setup, Trial
-from longhorizon.rivals.space import setting_of
-from longhorizon.rivals.training import Training
+from longhorizon.rivals.space import Setting, setting_of
+from longhorizon.rivals.training import Training, Trains
 
 STUDY = "study.log"
 CEILING = 2.0  # times the loss of an untrained network
@@ -81,11 +81,37 @@ class BlackBox:
     def work(self, arena: Arena, unfinished: Sequence[int], worker: int = 0) -> None:
         """Finish these trials, then take new ones until the purse is empty."""
         study = self.study(arena)
+        if self.sampler == "random" and not self.early and rows.width(arena) > 1:
+            self._rows(arena, study, list(unfinished), worker)
+            return
         arena.recompile()
         for number in unfinished:
             self._trial(arena, study, number, worker)
         while arena.purse.allows(self.least(arena.setup)):
             self._trial(arena, study, None, worker)
+
+    def _rows(self, arena: Arena, study: Any, unfinished: list[int], worker: int) -> None:
+        """Trials that no other one learns from, several at once."""
+        from optuna.trial import TrialState
+
+        steps = arena.setup.steps
+        rows.recompile(arena)
+        while unfinished or arena.purse.allows(steps):
+            asked: dict[int, tuple[Any, rows.Job]] = {}
+            while unfinished or (len(asked) < rows.width(arena) and arena.purse.allows((len(asked) + 1) * steps)):
+                began = time.perf_counter()
+                trial, setting, _ = self._asked(arena, study, unfinished.pop(0) if unfinished else None, worker)
+                asked[trial.number] = trial, rows.Job(trial.number, setting, seconds=time.perf_counter() - began)
+            jobs = [job for _, job in asked.values()]
+            for _ in rows.evaluated(arena, jobs, steps):
+                pass
+            for trial, job in asked.values():
+                found = arena.found(trial.number, steps)
+                if found is None:
+                    return  # the purse is empty; it stays open
+                crashed = found.status.startswith("crashed")
+                told = None if crashed else min(found.val_loss, _ceiling(study, arena, job.setting, trial.number))
+                study.tell(trial, told, state=TrialState.FAIL if crashed else None)
 
     def study(self, arena: Arena) -> Any:
         """The study on disk, of this method and seed."""
@@ -118,19 +144,10 @@ class BlackBox:
 
     def _trial(self, arena: Arena, study: Any, number: int | None, worker: int) -> None:
         """One trial, new or taken up again, up to its end or to where the pruner ends it."""
-        from optuna.trial import Trial as OptunaTrial
         from optuna.trial import TrialState
 
         setup, began = arena.setup, time.perf_counter()
-        space = setup.axes
-        among = study.get_trials(deepcopy=False)
-        study.sampler = self._sampler(arena.seed, (len(among) if number is None else number) + worker * 2**16)
-        if number is None:
-            trial, reported = study.ask(), {}
-        else:
-            trial, reported = OptunaTrial(study, among[number]._trial_id), among[number].intermediate_values
-        chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
-        setting = setting_of(setup.hypers, chosen, space)
+        trial, setting, reported = self._asked(arena, study, number, worker)
         one = Trial(
             arena,
             trial.number,
@@ -146,7 +163,7 @@ class BlackBox:
             if found.status.startswith("crashed"):
                 study.tell(trial, state=TrialState.FAIL)
                 break
-            told = min(found.val_loss, _ceiling(study, one, arena))
+            told = min(found.val_loss, _ceiling(study, arena, setting, trial.number, one.training))
             if at == rungs[-1] and (math.isfinite(found.val_loss) or not self.early):
                 study.tell(trial, told)
                 break
@@ -158,12 +175,27 @@ class BlackBox:
             one.keep()
         one.forget()
 
+    def _asked(
+        self, arena: Arena, study: Any, number: int | None, worker: int
+    ) -> tuple[Any, Setting, dict[int, float]]:
+        """A trial, new or that of a number, its setting, and what it has reported so far."""
+        from optuna.trial import Trial as OptunaTrial
 
-def _ceiling(study: Any, trial: Trial, arena: Arena) -> float:
+        space = arena.setup.axes
+        among = study.get_trials(deepcopy=False)
+        study.sampler = self._sampler(arena.seed, (len(among) if number is None else number) + worker * 2**16)
+        if number is None:
+            trial, reported = study.ask(), {}
+        else:
+            trial, reported = OptunaTrial(study, among[number]._trial_id), among[number].intermediate_values
+        chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
+        return trial, setting_of(arena.setup.hypers, chosen, space), reported
+
+
+def _ceiling(study: Any, arena: Arena, setting: Setting, number: int, training: Trains | None = None) -> float:
     """The most that a search is told, from the first trial that got so far."""
     if "ceiling" not in study.user_attrs:
-        training = trial.training
-        problem = arena.problem(trial.setting, trial.number) if training is None else training.problem
+        problem = arena.problem(setting, number) if training is None else training.problem
         study.set_user_attr("ceiling", CEILING * float(problem.validation_loss(problem.start, 1)))
     return float(study.user_attrs["ceiling"])
 

@@ -9,12 +9,11 @@ import numpy as np
 from longhorizon import seeds
 from longhorizon.hypers import argument
 from longhorizon.offtheshelf import SHELF, multistep
-from longhorizon.rivals.arena import Arena, Setup, Trial
+from longhorizon.rivals import rows
+from longhorizon.rivals.arena import Arena, Setup
 from longhorizon.rivals.hyperband import ETA
-from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.methods import Method
 from longhorizon.rivals.space import FINEST, Setting
-from longhorizon.rivals.training import Training
 
 # Appendix F: first learning rate, decay at 30, 60 and 80 % of the run, momentum, weight decay; 135 settings.
 RATES = (0.05, 0.1, 0.2, 0.4, 0.6)
@@ -36,19 +35,6 @@ def appendix_f() -> list[Setting]:
     ]
 
 
-def evaluate(arena: Arena, trial: int, setting: Setting, steps: int, replicate: int = 0) -> Evaluation:
-    """Train with a setting from scratch, and judge."""
-    one = Trial(
-        arena,
-        trial,
-        setting,
-        lambda saved: Training(arena.problem(setting, trial, steps, replicate), arena.counter, saved),
-    )
-    found = one.to(steps)
-    one.forget()
-    return found
-
-
 @dataclass(frozen=True)
 class OffTheShelf:
     """One schedule that people would guess, trained once."""
@@ -67,7 +53,8 @@ class OffTheShelf:
     def run(self, arena: Arena) -> None:
         setup = arena.setup
         if not arena.past() and arena.purse.allows(setup.steps):
-            evaluate(arena, 0, SHELF[self.name](setup.rule, min(setup.steps, FINEST)), setup.steps)
+            job = rows.Job(0, SHELF[self.name](setup.rule, min(setup.steps, FINEST)))
+            rows.alone(arena, job, setup.steps)
 
 
 class Grid(Method):
@@ -82,15 +69,11 @@ class Grid(Method):
         return setup.steps
 
     def run(self, arena: Arena) -> None:
-        settings, steps = appendix_f(), arena.setup.steps
-        arena.recompile()
-        known = {e.trial for e in arena.past()}
-        for trial in order(arena.seed, len(settings)):
-            if trial in known:
-                continue
-            if not arena.purse.allows(steps):
-                return
-            evaluate(arena, trial, settings[trial], steps)
+        settings = appendix_f()
+        rows.recompile(arena)
+        jobs = [rows.Job(trial, settings[trial]) for trial in order(arena.seed, len(settings))]
+        for _ in rows.evaluated(arena, jobs, arena.setup.steps):
+            pass
 
 
 class GridHalving(Method):
@@ -109,15 +92,14 @@ class GridHalving(Method):
 
     def run(self, arena: Arena) -> None:
         settings = appendix_f()
-        arena.recompile()
+        rows.recompile(arena)
         alive = order(arena.seed, len(settings))
         for rung, steps in enumerate(halvings(arena.setup.steps)):
-            found = []
-            for trial in alive:
-                known = arena.found(trial, steps)
-                if known is None and not arena.purse.allows(steps):
-                    return
-                found.append(known or evaluate(arena, trial, settings[trial], steps, rung))
+            for _ in rows.evaluated(arena, [rows.Job(trial, settings[trial], rung) for trial in alive], steps):
+                pass
+            found = [e for trial in alive if (e := arena.found(trial, steps)) is not None]
+            if len(found) < len(alive):
+                return  # the purse is empty
             good = [e for e in found if math.isfinite(e.val_loss)]
             alive = [e.trial for e in sorted(good, key=lambda e: e.val_loss)[: max(1, len(found) // ETA)]]
 

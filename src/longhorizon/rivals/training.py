@@ -64,14 +64,23 @@ class Trains(Protocol):
 
 
 def judge(training: Trains) -> Judged:
-    """The validation loss and metrics now, by the functions that the tuner uses."""
+    """The validation loss and metrics now."""
     failed = training.watch.first  # on an accelerator `failed` is looked at now and then only
+    return judged(training.problem, training.weights, training.t, failed)
+
+
+def judged(problem: Problem, weights: Callable[[], State], steps: int, failed: int | None) -> Judged:
+    """How a model does after so many steps, by the functions that the tuner uses.
+
+    Args:
+        failed: the first step whose loss was not finite.
+    """
     if failed is not None:
         return Judged(status=f"diverged: non-finite loss at step {failed}")
-    state, problem = training.weights(), training.problem
-    loss = float(problem.validation_loss(state, training.t))
+    state = weights()
+    loss = float(problem.validation_loss(state, steps))
     if not math.isfinite(loss):
-        return Judged(status=f"diverged: non-finite validation loss after step {training.t}")
+        return Judged(status=f"diverged: non-finite validation loss after step {steps}")
     return Judged(loss, problem.measure(state.params, state.buffers))
 
 

@@ -1,0 +1,157 @@
+"""Several trials of a method side by side, where none of them depends on the result of another.
+
+On a GPU a small network's step leaves most of the device idle. One batched step that takes a row of trainings further
+(lanes.py) costs about half of what they cost one after the other. Random search and grids train so; a trial's seconds
+are its share of the row's. On the CPU trials run one by one: there a search is repeated to the last bit, which a
+batched step, whose sums run in another order, would not do.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longhorizon import tree
+from longhorizon.engines.base import CHECK_EVERY
+from longhorizon.lanes import Lanes, at_once
+from longhorizon.problem import Problem
+from longhorizon.rivals.arena import Arena, Stop, Trial
+from longhorizon.rivals.ledger import Evaluation
+from longhorizon.rivals.space import Setting
+from longhorizon.rivals.training import Judged, Training, judged
+
+FILE = "row.pt"  # a row in progress
+WIDTH = 8  # trials at once; a number of its own is a compilation of its own
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial to train from scratch."""
+
+    number: int
+    setting: Setting
+    replicate: int = 0  # other weights and batches for the same number
+    seconds: float = 0.0  # what it cost to choose the setting
+
+
+def width(arena: Arena) -> int:
+    """How many trials of this method are trained at once; 1 for one after the other."""
+    if arena.width is None and torch.cuda.is_available():
+        problem = _any(arena)
+        arena.width = at_once(problem, WIDTH) if problem.worth_compiling(arena.setup.steps) else 1
+    return arena.width or 1
+
+
+def evaluated(arena: Arena, jobs: Sequence[Job], steps: int) -> Iterator[Evaluation]:
+    """Train and judge each that is not in the journal, in rows; it ends before the last one if the purse does."""
+    todo = [job for job in jobs if arena.found(job.number, steps) is None]
+    saved = arena.load(FILE)
+    interrupted: list[int] = saved["numbers"] if saved is not None else []  # a row that goes on as it was
+    todo.sort(key=lambda job: job.number not in interrupted)
+    while todo:
+        size = sum(job.number in interrupted for job in todo) or min(width(arena), len(todo))
+        while size and not arena.purse.allows(size * steps):
+            size -= 1
+        if not size:
+            return
+        row, todo, interrupted = todo[:size], todo[size:], []
+        yield from _row(arena, row, steps) if width(arena) > 1 else [alone(arena, row[0], steps)]
+
+
+def recompile(arena: Arena) -> None:
+    """After a stop, compile the row's step again, off the clock: it was charged when the method began."""
+    if width(arena) == 1:
+        arena.recompile()
+    elif arena.past():
+        Lanes([_any(arena)], count=width(arena), steps=arena.setup.steps).step(0)
+
+
+def _any(arena: Arena) -> Problem:
+    return arena.problem({key: hyper.values().tolist() for key, hyper in arena.setup.hypers.items()}, 0)
+
+
+def alone(arena: Arena, job: Job, steps: int) -> Evaluation:
+    """Train one with its setting from scratch, and judge."""
+    one = Trial(
+        arena,
+        job.number,
+        job.setting,
+        lambda saved: Training(arena.problem(job.setting, job.number, steps, job.replicate), arena.counter, saved),
+        job.seconds,
+    )
+    found = one.to(steps)
+    one.forget()
+    return found
+
+
+def _row(arena: Arena, jobs: list[Job], steps: int) -> list[Evaluation]:
+    """Train these together. If anything fails, each is tried alone, which says whose fault it is."""
+    try:
+        row = _Row(arena, jobs, steps)
+        verdicts = row.train()
+    except (Stop, KeyboardInterrupt):
+        raise
+    except Exception:  # a user's model, loss or data may fail in any way
+        (arena.dir / FILE).unlink(missing_ok=True)
+        return [alone(arena, job, steps) for job in jobs]
+    seconds = row.seconds() / len(jobs)
+    found = []
+    for job, (taken, verdict) in zip(jobs, verdicts, strict=True):
+        arena.counter.steps += taken
+        found.append(arena.record(job.number, steps, taken, taken, seconds + job.seconds, verdict, job.setting))
+    (arena.dir / FILE).unlink(missing_ok=True)
+    return found
+
+
+class _Row:
+    """Trainings side by side, saved on their way."""
+
+    def __init__(self, arena: Arena, jobs: list[Job], steps: int):
+        self._began = time.perf_counter()
+        self.arena, self.steps, self.numbers = arena, steps, [job.number for job in jobs]
+        self.problems = [arena.problem(job.setting, job.number, steps, job.replicate) for job in jobs]
+        device = self.problems[0].device
+        self.t, self._before = 0, 0.0
+        self._bad = torch.full((len(jobs),), -1, dtype=torch.int64, device=device)  # the first step that was not finite
+        self.lanes = Lanes(self.problems, count=width(arena), steps=arena.setup.steps)
+        saved = arena.load(FILE)
+        if saved is not None and saved["steps"] == steps and set(self.numbers) <= set(saved["numbers"]):
+            places = [saved["numbers"].index(number) for number in self.numbers]
+            state = tree.unpack(self.lanes.state, saved["state"])
+            lanes = [*places, *[places[-1]] * (width(arena) - len(places))]
+            chosen = tree.map(lambda x: x[lanes] if isinstance(x, Tensor) else x, state)
+            self.lanes = Lanes(self.problems, chosen, width(arena), arena.setup.steps)
+            self.t, self._before, self._bad = saved["t"], saved["seconds"], saved["bad"][places].to(device)
+
+    def train(self) -> list[tuple[int, Judged]]:
+        """Steps taken and verdict of each."""
+        saved_at = time.monotonic()
+        while self.t < self.steps:
+            losses = self.lanes.step(self.t)
+            self._bad = torch.where((self._bad < 0) & ~losses.isfinite(), self.t, self._bad)
+            self.t += 1
+            try:
+                self.arena.pulse(self.t)
+            except Stop:
+                self._save()
+                raise
+            if self.t % CHECK_EVERY == 0 and bool((self._bad >= 0).all()):
+                break
+            if time.monotonic() - saved_at >= self.arena.checkpoint_seconds:
+                self._save()
+                saved_at = time.monotonic()
+        found = []
+        for i, (problem, bad) in enumerate(zip(self.problems, self._bad.tolist(), strict=True)):
+            verdict = judged(problem, partial(self.lanes.lane, i), self.steps, bad if bad >= 0 else None)
+            found.append((self.steps if bad < 0 else bad + 1, verdict))
+        return found
+
+    def seconds(self) -> float:
+        return self._before + time.perf_counter() - self._began
+
+    def _save(self) -> None:
+        content = {"numbers": self.numbers, "steps": self.steps, "t": self.t, "bad": self._bad.clone()}
+        self.arena.save(FILE, content | {"state": tree.pack(self.lanes.state), "seconds": self.seconds()})
