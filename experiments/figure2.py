@@ -51,6 +51,7 @@ class Setting:
     seeds: int = 100
 
 
+LAGS = (1, 10, 50, 100)
 VARIED = ("peak", "momentum", "weight_decay", "grad_clip")  # each has an option
 CIFAR = Setting("cifar10", "wrn-16-1", 0, 1.0, 256, seeds=8)
 SETTINGS = {
@@ -146,6 +147,12 @@ def main() -> None:
     )
 
 
+def alike(g: np.ndarray, lag: int) -> float:
+    """The mean correlation over seeds of steps so far apart: averaging neighbours only helps where it is small."""
+    z = (g - g.mean(0)) / g.std(0, ddof=1)
+    return rounded((z[:, lag:] * z[:, :-lag]).sum(0).mean() / (len(g) - 1))
+
+
 def summary(rows: dict[str, np.ndarray]) -> dict:
     """The analysis of both kinds of hypergradients."""
     found = theory.analyse(rows["non_greedy"])
@@ -172,6 +179,7 @@ def summary(rows: dict[str, np.ndarray]) -> dict:
             "windows": found.windows,
             "gain": found.at(found.best)["corrected"] / noise.mse_1,
             "gain_50": found.at(min(found.sizes, key=lambda size: abs(size - 50)))["corrected"] / noise.mse_1,
+            "correlation_at_lag": {str(lag): alike(rows["non_greedy"], lag) for lag in LAGS if lag < steps},
         }
     }
     # As the learning rate goes to zero nothing repairs what the last steps do: their hypergradients grow quickly, and
