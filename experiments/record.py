@@ -181,7 +181,7 @@ def tested(
 def write(path: Path, content: Any) -> None:
     """JSON, written aside and renamed: no reader sees half a file. A list of numbers is one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # two calls may share a folder
     partial.write_text(_json(plain(content)) + "\n")
     os.replace(partial, path)
 
