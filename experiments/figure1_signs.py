@@ -35,8 +35,7 @@ SEED = 1_000_003  # far from those of tuning
 def main() -> None:
     parser = record.arguments(__doc__ or "", "figure1_signs")
     contest.options(parser)
-    parser.add_argument("--label", default="fds-forward-clip10", help="which entrant of figure1.py")
-    parser.add_argument("--seed", type=int, default=0, help="of that entrant")
+    contest.one_of_them(parser)
     parser.add_argument("--at", default="1,9", help="outer steps, from 0, with commas between them")
     parser.add_argument("--epochs-of", type=float, help="of the runs; without it, as long as that outer step's")
     parser.add_argument("--pairs", type=int, default=24, help="of runs per point; at least as many as values")

@@ -8,6 +8,7 @@ import longhorizon as lh
 from longhorizon.rivals import rows
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Ledger
+from longhorizon.rundir import load_tensors, save_tensors
 from rivals_task import STEPS, compare, counted_task, make_task, without_clock
 from test_compare import Stops
 
@@ -52,7 +53,7 @@ def test_a_stopped_row_goes_on_exactly(tmp_path, method, four):
             stops += 1
     assert stops >= 3
     assert without_clock(found.evaluations) == without_clock(calm)
-    assert not list((tmp_path / "r").rglob(rows.FILE))
+    assert not list((tmp_path / "r").rglob(rows.FILES))
 
 
 def test_a_row_that_died_while_it_was_written_down_goes_on_with_the_rest(tmp_path, four, monkeypatch):
@@ -70,9 +71,23 @@ def test_a_row_that_died_while_it_was_written_down_goes_on_with_the_rest(tmp_pat
         compare(tmp_path / "r", checkpoint_seconds=0.0, **settings_for("random"))
     monkeypatch.setattr(Ledger, "append", append)
     assert len(Ledger(tmp_path / "r/journal.jsonl").all()) == 2
-    assert list((tmp_path / "r").rglob(rows.FILE))
+    assert list((tmp_path / "r").rglob(rows.FILES))
     found = compare(tmp_path / "r", **settings_for("random")).evaluations
     assert without_clock(found) == without_clock(calm)
+
+
+def test_the_row_of_another_process_is_left_alone(tmp_path, four):
+    """Workers share a folder; each knows its own row by the trials in it."""
+    calm = compare(**settings_for("grid")).evaluations
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(7)), **settings_for("grid"))
+    (own,) = (tmp_path / "r").rglob(rows.FILES)
+    content = load_tensors(own)["content"]
+    other = own.with_name("row-90000.pt")
+    save_tensors(other, {"content": content | {"numbers": [90000, 90001, 90002, 90003], "t": 0}})
+    found = compare(tmp_path / "r", **settings_for("grid")).evaluations
+    assert without_clock(found) == without_clock(calm)
+    assert list((tmp_path / "r").rglob(rows.FILES)) == [other]
 
 
 @pytest.mark.parametrize("method", ["random", "grid"])

@@ -102,9 +102,7 @@ class BlackBox:
                 began = time.perf_counter()
                 trial, setting, _ = self._asked(arena, study, unfinished.pop(0) if unfinished else None, worker)
                 asked[trial.number] = trial, rows.Job(trial.number, setting, seconds=time.perf_counter() - began)
-            jobs = [job for _, job in asked.values()]
-            for _ in rows.evaluated(arena, jobs, steps):
-                pass
+            rows.evaluate(arena, [job for _, job in asked.values()], steps)
             for trial, job in asked.values():
                 found = arena.found(trial.number, steps)
                 if found is None:

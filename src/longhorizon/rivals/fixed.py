@@ -72,8 +72,7 @@ class Grid(Method):
         settings = appendix_f()
         rows.recompile(arena)
         jobs = [rows.Job(trial, settings[trial]) for trial in order(arena.seed, len(settings))]
-        for _ in rows.evaluated(arena, jobs, arena.setup.steps):
-            pass
+        rows.evaluate(arena, jobs, arena.setup.steps)
 
 
 class GridHalving(Method):
@@ -95,8 +94,7 @@ class GridHalving(Method):
         rows.recompile(arena)
         alive = order(arena.seed, len(settings))
         for rung, steps in enumerate(halvings(arena.setup.steps)):
-            for _ in rows.evaluated(arena, [rows.Job(trial, settings[trial], rung) for trial in alive], steps):
-                pass
+            rows.evaluate(arena, [rows.Job(trial, settings[trial], rung) for trial in alive], steps)
             found = [e for trial in alive if (e := arena.found(trial, steps)) is not None]
             if len(found) < len(alive):
                 return  # the purse is empty

@@ -1,15 +1,16 @@
 """Several trials of a method side by side, where none of them depends on the result of another.
 
 On a GPU a small network's step leaves most of the device idle. One batched step that takes a row of trainings further
-(lanes.py) costs about half of what they cost one after the other. Random search and grids train so; a trial's seconds
+(lanes.py) costs less than they cost one after the other. Random search and grids train so; a trial's seconds
 are its share of the row's. On the CPU trials run one by one: there a search is repeated to the last bit, which a
 batched step, whose sums run in another order, would not do.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting
 from longhorizon.rivals.training import Judged, Training, judged
 
-FILE = "row.pt"  # a row in progress
+FILES = "row-*.pt"  # rows in progress, each named by its first trial: several processes may share the folder
 WIDTH = 8  # trials at once; a number of its own is a compilation of its own
 
 
@@ -45,20 +46,32 @@ def width(arena: Arena) -> int:
     return arena.width or 1
 
 
-def evaluated(arena: Arena, jobs: Sequence[Job], steps: int) -> Iterator[Evaluation]:
+def evaluate(arena: Arena, jobs: Sequence[Job], steps: int) -> None:
     """Train and judge each that is not in the journal, in rows; it ends before the last one if the purse does."""
-    todo = [job for job in jobs if arena.found(job.number, steps) is None]
-    saved = arena.load(FILE)
-    interrupted: list[int] = saved["numbers"] if saved is not None else []  # a row that goes on as it was
-    todo.sort(key=lambda job: job.number not in interrupted)
-    while todo:
-        size = sum(job.number in interrupted for job in todo) or min(width(arena), len(todo))
-        while size and not arena.purse.allows(size * steps):
-            size -= 1
-        if not size:
-            return
-        row, todo, interrupted = todo[:size], todo[size:], []
-        yield from _row(arena, row, steps) if width(arena) > 1 else [alone(arena, row[0], steps)]
+    todo = {job.number: job for job in jobs if arena.found(job.number, steps) is None}
+    rows = []
+    for _, saved in _interrupted(arena, steps):  # these go on as they were
+        rows.append([todo.pop(number) for number in saved["numbers"] if number in todo])
+    rest = list(todo.values())
+    rows += [rest[i : i + width(arena)] for i in range(0, len(rest), width(arena))]
+    for row in rows:
+        while row:
+            size = len(row)
+            while size and not arena.purse.allows(size * steps):
+                size -= 1
+            if not size:
+                return
+            if width(arena) > 1:
+                _row(arena, row[:size], steps)
+            else:
+                alone(arena, row[0], steps)
+            row = row[size:]
+
+
+def _interrupted(arena: Arena, steps: int) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of this length that were saved on their way, by the name of their file."""
+    found = [(path.name, arena.load(path.name)) for path in sorted(arena.dir.glob(FILES))]
+    return [(name, saved) for name, saved in found if saved is not None and saved["steps"] == steps]
 
 
 def recompile(arena: Arena) -> None:
@@ -87,23 +100,24 @@ def alone(arena: Arena, job: Job, steps: int) -> Evaluation:
     return found
 
 
-def _row(arena: Arena, jobs: list[Job], steps: int) -> list[Evaluation]:
+def _row(arena: Arena, jobs: list[Job], steps: int) -> None:
     """Train these together. If anything fails, each is tried alone, which says whose fault it is."""
+    row = None
     try:
         row = _Row(arena, jobs, steps)
         verdicts = row.train()
     except (Stop, KeyboardInterrupt):
         raise
     except Exception:  # a user's model, loss or data may fail in any way
-        (arena.dir / FILE).unlink(missing_ok=True)
-        return [alone(arena, job, steps) for job in jobs]
-    seconds = row.seconds() / len(jobs)
-    found = []
-    for job, (taken, verdict) in zip(jobs, verdicts, strict=True):
-        arena.counter.steps += taken
-        found.append(arena.record(job.number, steps, taken, taken, seconds + job.seconds, verdict, job.setting))
-    (arena.dir / FILE).unlink(missing_ok=True)
-    return found
+        for job in jobs:
+            alone(arena, job, steps)
+    else:
+        seconds = row.seconds() / len(jobs)
+        for job, (taken, verdict) in zip(jobs, verdicts, strict=True):
+            arena.counter.steps += taken
+            arena.record(job.number, steps, taken, taken, seconds + job.seconds, verdict, job.setting)
+    if row is not None:
+        (arena.dir / row.file).unlink(missing_ok=True)
 
 
 class _Row:
@@ -117,14 +131,20 @@ class _Row:
         self.t, self._before = 0, 0.0
         self._bad = torch.full((len(jobs),), -1, dtype=torch.int64, device=device)  # the first step that was not finite
         self.lanes = Lanes(self.problems, count=width(arena), steps=arena.setup.steps)
-        saved = arena.load(FILE)
-        if saved is not None and saved["steps"] == steps and set(self.numbers) <= set(saved["numbers"]):
-            places = [saved["numbers"].index(number) for number in self.numbers]
-            state = tree.unpack(self.lanes.state, saved["state"])
-            lanes = [*places, *[places[-1]] * (width(arena) - len(places))]
-            chosen = tree.map(lambda x: x[lanes] if isinstance(x, Tensor) else x, state)
-            self.lanes = Lanes(self.problems, chosen, width(arena), arena.setup.steps)
-            self.t, self._before, self._bad = saved["t"], saved["seconds"], saved["bad"][places].to(device)
+        self.file = FILES.replace("*", f"{self.numbers[0]:05d}")
+        for name, saved in _interrupted(arena, steps):
+            if set(self.numbers) <= set(saved["numbers"]):
+                self.file = name
+                self._take_up(saved)
+
+    def _take_up(self, saved: dict[str, Any]) -> None:
+        """Go on from where a row was that held these trials, and perhaps others that are done."""
+        places = [saved["numbers"].index(number) for number in self.numbers]
+        lanes = [*places, *[places[-1]] * (width(self.arena) - len(places))]
+        state = tree.unpack(self.lanes.state, saved["state"])
+        chosen = tree.map(lambda x: x[lanes] if isinstance(x, Tensor) else x, state)
+        self.lanes = Lanes(self.problems, chosen, width(self.arena), self.arena.setup.steps)
+        self.t, self._before, self._bad = saved["t"], saved["seconds"], saved["bad"][places].to(self._bad.device)
 
     def train(self) -> list[tuple[int, Judged]]:
         """Steps taken and verdict of each."""
@@ -154,4 +174,4 @@ class _Row:
 
     def _save(self) -> None:
         content = {"numbers": self.numbers, "steps": self.steps, "t": self.t, "bad": self._bad.clone()}
-        self.arena.save(FILE, content | {"state": tree.pack(self.lanes.state), "seconds": self.seconds()})
+        self.arena.save(self.file, content | {"state": tree.pack(self.lanes.state), "seconds": self.seconds()})
