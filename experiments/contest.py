@@ -1,4 +1,4 @@
-"""What Figure 1, Appendix F and Figure 4's rival share: one protocol, and entrants that run one at a time.
+"""What Figure 1 and Appendix F share: one protocol, and entrants that run one at a time.
 
 An entrant is a method with one seed: `fds-adjoint`, `bohb`. Each is a comparison of its own (`lh.compare`) in a folder
 of its own under `--work`, so one call can do one and another call the next, and a call that is stopped goes on where it
@@ -44,12 +44,14 @@ class Entrant:
     horizons: tuple[float, ...] = ()  # of fds: epochs of its outer steps' training runs; a whole run without them
     precision: str = "float32"
     gate: str = "off"  # of fds: what becomes of values whose sign is not supported
+    growth: float = 1.0  # of fds: of γ, while signs stay the same
 
     @property
     def label(self) -> str:
         clip = "" if self.clip is None else f"clip{self.clip:g}"
         epochs = "" if self.horizons in ((), USUAL) else "epochs" + "+".join(f"{h:g}" for h in self.horizons)
         gate = "" if self.gate == "off" else self.gate
+        gate += "" if self.growth == 1 else f"{'-' if gate else ''}growth{self.growth:g}"
         parts = [self.method, self.engine, clip, gate, epochs, "" if self.precision == "float32" else self.precision]
         return "-".join(part for part in parts if part)
 
@@ -69,6 +71,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=["float32", "tf32"], default="float32", help="of products on a GPU")
     parser.add_argument("--test", choices=["all", "last", "none"], default="all", help="which choices to test")
     parser.add_argument("--test-seeds", type=int, default=3, help="trainings per test")
+    parser.add_argument("--shared", action="store_true", help="others work on the device too: seconds are too long")
 
 
 def one_of_them(parser: argparse.ArgumentParser) -> None:
@@ -129,6 +132,7 @@ class Contest:
         known = json.loads(card.read_text()) if card.exists() else {"sittings": []}
         here = {k: v for k, v in record.environment(args.device.split(":")[0]).items() if k != "load_before"}
         here |= {"tf32": entrant.precision == "tf32"} | ({"commit": args.commit} if args.commit else {})
+        here |= {"shared": True} if args.shared else {}
         content = asdict(entrant) | {"label": entrant.label, "seed": seed, "budget": budget, "test": args.test}
         content |= {"sittings": [*known["sittings"], here]}
         test_seeds = 2 if args.smoke else args.test_seeds
@@ -160,6 +164,7 @@ class Contest:
             outer_steps=self.settings["outer_steps"],
             engine=entrant.differentiates(args.device),
             gate=entrant.gate,  # type: ignore[arg-type]
+            outer=None if entrant.growth == 1 else lh.SignDescent(growth=entrant.growth),
             seed=seed,
             epoch=self.epoch,
             test=args.test,
@@ -246,5 +251,5 @@ def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Names
         raise SystemExit(
             f"--horizons {args.horizons}: expected epochs, more than 0 and at most {args.epochs:g}, a run's."
         )
-    fds = Entrant("fds", args.engine, clip or None, horizons, args.precision, args.gate)
+    fds = Entrant("fds", args.engine, clip or None, horizons, args.precision, args.gate, args.growth)
     return [fds if name == "fds" else Entrant(name, precision=args.precision) for name in names]

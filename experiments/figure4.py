@@ -14,7 +14,7 @@ Settings (section 5.3, Appendix C): 5 learning rates, 1 momentum, 1 weight decay
 script differs: γ of momentum 0.3, H·Z at ±100, gradients of batches at ±3, Xavier initialisation, validation with
 BatchNorm in training mode; `--momentum-step`, `--clip`, `--grad-clip`, `--init` and `--val-mode` try these.
 `--precision tf32` tunes with rougher and faster products; tests are always in float32.
-Hypergradient descent, the greedy rival, is run by figure4_hd.py; plot.py and the table show it beside this.
+Hypergradient descent, the greedy rival, is run by figure1.py (`--methods hd`); plot.py and the table show it too.
 """
 
 from typing import Any

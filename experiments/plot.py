@@ -126,9 +126,9 @@ def _test(found: dict[str, Any], results: Path) -> Panel:
         "FDS, last": found["test"]["learnt"]["accuracy"],
         "FDS, best by validation": found["test"]["best"]["accuracy"],
     }
-    rival = results / "figure4-hd.json"
-    if rival.exists():
-        rows["hypergradient descent"] = json.loads(rival.read_text())["accuracy"]
+    rivals = results / "figure1.json"
+    if rivals.exists() and (first := json.loads(rivals.read_text()).get("hd_from_zero")):
+        rows["hypergradient descent, from zero"] = [a or 0.0 for run in first for a in run["test"]["accuracy"]]
     mean = [100 * sum(row) / len(row) for row in rows.values()]
     error = [100 * math.sqrt(sum((a - sum(r) / len(r)) ** 2 for a in r) / max(1, len(r) - 1)) for r in rows.values()]
     line = Line("test", mean, kind="rows", error=error, labels=list(rows))
@@ -161,8 +161,10 @@ def _learnt(steps: list[dict[str, Any]]) -> Figure | None:
         panels.append(Panel(label, "training (%)", "learning rate", lines))
         for key, line in others.items():
             line.append(Line(label, [step["values"][key][0] for step in own], colour=colour, width=2.0))
-    legend = list(zip(_colours(labels), labels, strict=True))
-    panels += [Panel(key.replace("_", " "), "outer step", "", lines, legend=legend) for key, lines in others.items()]
+    legend = list(zip(_colours(labels), labels, strict=True))  # of both panels
+    for key, lines in others.items():
+        panels.append(Panel(key.replace("_", " "), "outer step", "", lines, legend=legend, whole=True))
+        legend = []
     last = max((step["index"] for step in steps), default=0)
     return Figure("figure1-learnt", "What FDS has learnt", "", panels, ramp=(0, last)) if labels else None
 
@@ -262,8 +264,9 @@ def main() -> None:
     args = parser.parse_args()
     args.figures.mkdir(parents=True, exist_ok=True)
     for path in sorted(args.results.glob("*.json")):
-        draw = next((d for prefix, d in DRAW.items() if path.stem.startswith(prefix)), None)
-        if draw is None or path.stem == "figure4-hd" or (args.names and path.stem not in args.names):
+        # a setting comes after a dash, and another experiment after an underscore
+        draw = next((d for name, d in DRAW.items() if path.stem == name or path.stem.startswith(f"{name}-")), None)
+        if draw is None or (args.names and path.stem not in args.names):
             continue
         for figure in draw(json.loads(path.read_text()), args.results):
             target = args.figures / f"{figure.name}.png"

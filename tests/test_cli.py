@@ -221,6 +221,7 @@ BAD_RECIPES = {
     "fraction": ("val_fraction = 1.5", "val_fraction = 1.5"),
     "outer steps": ("outer_steps = 0", "outer_steps = 0: expected at least 1"),
     "device": ('device = "tpu9"', "device = 'tpu9'"),
+    "growth": ("growth = 0.5", "growth = 0.5: expected 1, which is no growth, or more"),
     "outer rate": ("outer_rate = -1.0", "outer_rate = -1.0: expected a positive number"),
     "data": ('data = "cifar"', "Did you mean 'cifar10'?"),
     "own code": ('task = "shutil:rmtree"', "missing 1 required positional argument"),

@@ -182,10 +182,22 @@ def test_table_is_that_of_the_results():
 def test_rival_of_figure4_is_shown_where_it_is_known(tmp_path):
     import tables
 
-    rival = {"accuracy": [0.8, 0.82], "command": "python experiments/figure4_hd.py", "seconds": 60.0}
-    rival["environment"] = {"gpu": "a GPU", "cpu": "", "threads": 1}
-    (tmp_path / "figure4-hd.json").write_text(json.dumps(rival))
-    assert "81.0 ± 1.4 %" in tables.table(tmp_path)
+    found = json.loads((tables.RESULTS / "figure1.json").read_text())
+    runs = [{"seed": s, "seconds": 60.0, "test": {"accuracy": [a]}} for s, a in enumerate((0.8, 0.82))]
+    (tmp_path / "figure1.json").write_text(json.dumps(found | {"hd_from_zero": runs}))
+    assert "81.0 ± 1.4 % (2 seeds)" in tables.table(tmp_path)
+    (tmp_path / "figure1.json").write_text(json.dumps(found | {"hd_from_zero": []}))
+    assert "hypergradient descent from zero, test accuracy" in tables.table(tmp_path)
+
+
+def test_commands_in_the_table_name_what_was_chosen():
+    import tables
+
+    card = {"engine": "forward", "clip": 10.0, "horizons": [1.0, 10.0], "precision": "float32"}
+    assert tables._options(card) == ""  # as before there were gates
+    changed = card | {"clip": None, "horizons": [1.0, 5.0], "precision": "tf32", "gate": "wait", "growth": 1.5}
+    assert tables._options(changed) == " --clip 0 --horizons 1,5 --gate wait --growth 1.5 --precision tf32"
+    assert tables._options(card | {"engine": "adjoint"}) == " --clip 10"
 
 
 def test_scripts_need_no_extras():
@@ -285,15 +297,17 @@ def test_figure1_refuses_before_any_work(given, said, tmp_path, inside):
     assert not (tmp_path / "work").exists()
 
 
-def test_smoke_of_figure4_hd(tmp_path, inside):
+def test_smoke_of_figure4s_rival(tmp_path, inside):
     import tables
 
-    result = inside("figure4_hd")
-    assert result["experiment"] == "figure4-hd"
-    assert len(result["accuracy"]) == 4
-    assert all(values["lr"][0] == 0 and values["lr"][-1] > 0 for values in result["values"])  # from zero, online
-    (tmp_path / "figure4-hd.json").write_text(json.dumps(result))
-    assert "python experiments/figure4_hd.py --smoke" in tables.table(tmp_path)
+    result = inside("figure1", "--methods", "hd", "--seeds", "0,1", "--shared")
+    runs = result["hd_from_zero"]
+    assert [run["seed"] for run in runs] == [0, 1]
+    assert all(run["values"]["lr"][0] == 0 and run["values"]["lr"][-1] > 0 for run in runs)  # online
+    (tmp_path / "figure1.json").write_text(json.dumps(result))
+    row = next(line for line in tables.table(tmp_path).splitlines() if "from zero" in line)
+    assert "(2 seeds) | `python experiments/figure1.py --methods hd` |" in row
+    assert "a seed, device shared" in row
 
 
 def test_smoke_of_truth(tmp_path):

@@ -69,6 +69,18 @@ def test_convergence_is_judged_by_gamma_alone():
         assert outer.converged(state)
 
 
+def test_growth_lets_a_value_go_somewhere_after_it_went_back_and_forth():
+    signs = [-1.0, 1.0, -1.0, -1.0, -1.0, math.nan, -1.0]
+    path, state = descend(signs, lh.SignDescent(growth=1.5))
+    # γ: 0.1, 0.05, 0.025, 0.0375, 0.05625, the same, 0.084375
+    assert path == pytest.approx([0.1, 0.05, 0.075, 0.1125, 0.16875, 0.16875, 0.253125])
+    _, state = descend([*signs, -1.0, -1.0], lh.SignDescent(growth=1.5))
+    assert state["gamma"]["lr"].item() == pytest.approx(0.1)  # and no further than where it started
+    assert descend(signs)[0] == descend(signs, lh.SignDescent(growth=1.0))[0]
+    assert str(lh.SignDescent()) == "SignDescent(factor=0.5, tolerance=0.05)"  # as in run directories of before
+    assert str(lh.SignDescent(growth=1.5)) == "SignDescent(factor=0.5, tolerance=0.05, growth=1.5)"
+
+
 def test_shrink_halves_every_step_size():
     outer = lh.SignDescent()
     state = outer.shrink(outer.init(hypers(windows=2)))
@@ -133,6 +145,7 @@ def test_search_range_is_gamma_times_outer_steps_within_bounds():
         (lambda: lh.GradientDescent(clip=0.0), "clip=0.0"),
         (lambda: lh.GradientDescent(rate={"lr": float("nan")}), "expected positive numbers"),
         (lambda: lh.SignDescent(tolerance=2.0), "tolerance=2.0"),
+        (lambda: lh.SignDescent(growth=0.9), "growth=0.9"),
         (lambda: lh.GradientDescent({"momentum": 0.1}).init(hypers()), "no rate for hyperparameter 'lr'"),
         (lambda: step_size("smoothing", lh.Hyper(0.1)), "'smoothing' has no `step`"),
     ],

@@ -46,16 +46,25 @@ class SignDescent:
     Args:
         factor: what γ is multiplied by when a sign flips.
         tolerance: the run has converged when every γ is at most this fraction of its start.
+        growth: what γ is multiplied by when a sign is the same again, up to where it started, as in Rprop (there 1.2):
+            a value that went back and forth at first can still go somewhere. The paper has none, which is 1.
     """
 
     factor: float = 0.5
     tolerance: float = 0.05
+    growth: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.factor < 1:
             raise ValueError(f"SignDescent(factor={self.factor}): expected a number between 0 and 1.")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"SignDescent(tolerance={self.tolerance}): expected a fraction from 0 to below 1.")
+        if not 1 <= self.growth < math.inf:
+            raise ValueError(f"SignDescent(growth={self.growth}): expected 1, which is no growth, or more.")
+
+    def __repr__(self) -> str:  # a run directory knows its outer optimizer by this text; older ones have no growth
+        growth = "" if self.growth == 1 else f", growth={self.growth!r}"
+        return f"SignDescent(factor={self.factor!r}, tolerance={self.tolerance!r}{growth})"
 
     def init(self, hypers: Mapping[str, Hyper]) -> State:
         gamma = {k: torch.full((h.windows,), step_size(k, h), dtype=torch.float64) for k, h in _learnt(hypers).items()}
@@ -67,8 +76,9 @@ class SignDescent:
         for key, hyper in _learnt(hypers).items():
             sign = torch.where(mean[key].isfinite(), mean[key], 0.0).sign()
             last = state["sign"][key]
-            flipped = sign * last < 0
-            gammas[key] = torch.where(flipped, gammas[key] * self.factor, gammas[key])
+            grown = (gammas[key] * self.growth).minimum(state["first"][key]).maximum(gammas[key])
+            again = torch.where(sign * last > 0, grown, gammas[key])
+            gammas[key] = torch.where(sign * last < 0, gammas[key] * self.factor, again)
             signs[key] = torch.where(sign == 0, last, sign)
             new[key] = move(values[key], -sign * gammas[key], hyper)
         return new, {**state, "gamma": gammas, "sign": signs}

@@ -78,6 +78,7 @@ class Recipe:
     outer_steps: int = _setting(12, "hypergradients to take at most")
     outer: str = _setting("sign", "outer optimizer: sign (the paper's), gradient, or adam")
     outer_rate: float = _setting(0.1, "its rate, for gradient and adam")
+    growth: float = _setting(1.0, "for sign: what an outer step size grows by while its sign stays; 1 for none")
     engine: str = _setting(
         "auto", "auto (exact, smoothed where doubted), forward, adjoint, greedy, smoothed, or hybrid"
     )
@@ -183,7 +184,7 @@ def outer_of(recipe: Recipe) -> Any:
         return GradientDescent(recipe.outer_rate)
     if recipe.outer == "adam":
         return TorchOuter(partial(torch.optim.Adam, lr=recipe.outer_rate))
-    return SignDescent()
+    return SignDescent(growth=recipe.growth)
 
 
 def task_of(recipe: Recipe, progress: Any = None) -> tuple[Task, int]:
@@ -261,6 +262,8 @@ def _check(recipe: Recipe, origin: str) -> None:
         raise RecipeError(f"{origin}: distance = {recipe.distance}: expected a positive fraction of the outer step.")
     if recipe.gate == "shrink" and recipe.outer != "sign":
         raise RecipeError(f"{origin}: gate = 'shrink' with outer = {recipe.outer!r}, which has no γ: use 'wait'.")
+    if not 1 <= recipe.growth < math.inf:
+        raise RecipeError(f"{origin}: growth = {recipe.growth}: expected 1, which is no growth, or more.")
     if not 0 < recipe.outer_rate < math.inf:
         raise RecipeError(f"{origin}: outer_rate = {recipe.outer_rate}: expected a positive number.")
     if not recipe.checkpoint_seconds >= 0:
