@@ -22,7 +22,7 @@ import gc
 import importlib.util
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,13 +177,13 @@ class Table:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def time(self, precision: str) -> None:
+    def time(self, precision: str, repeats: int) -> None:
         """Round robin over the rows of one precision."""
         chosen = [
             (row, repeat) for row, repeat in zip(self.rows, self.calls, strict=True) if row["precision"] == precision
         ]
         seen: list[list[float]] = [[] for _ in chosen]
-        for _ in range(self.args.repeats):
+        for _ in range(repeats):
             for times, (_, repeat) in zip(seen, chosen, strict=True):
                 times.append(timed(partial(_often, repeat), self.args.device) / IN_A_ROW)
         for (row, _), times in zip(chosen, seen, strict=True):
@@ -210,8 +210,13 @@ def exact_results(args: argparse.Namespace) -> dict[Any, torch.Tensor]:
     return exact
 
 
-def measure(args: argparse.Namespace, table: Table, precision: str, exact: dict[Any, torch.Tensor]) -> dict[str, Any]:
-    """Fill the table with the rows of one precision; returns where the engines' time goes."""
+def measure(
+    args: argparse.Namespace, table: Table, precision: str, exact: dict[Any, torch.Tensor]
+) -> Iterator[dict[str, Any]]:
+    """Fill the table with the rows of one precision; gives where the engines' time goes.
+
+    A first time when only the adjoint and JAX are missing, which may take minutes to compile, timed once.
+    """
     profiles = {}
     settings: dict[int, Setting] = {}
     traces = lh.Traces()  # chunks of ten are compiled once
@@ -226,18 +231,19 @@ def measure(args: argparse.Namespace, table: Table, precision: str, exact: dict[
         if n <= LOOP_UP_TO:
             table.add("double-backward loop", n, precision, partial(base.double_backward_loop, s, args.model), exact[n])
         table.add("forward", n, precision, partial(base.forward, s, compile=True), exact[n])
-        if n != main:
-            continue
-        if args.device == "cuda":
+        if n == main and args.device == "cuda":
             profiles[f"forward, {precision}"] = kernels(table.calls[-1])
-        for name, method in adjoint(s).items() if "adjoint" not in args.skip else ():
-            table.add(name, n, precision, partial(lambda method: method, method), exact[name])
-        if args.device == "cuda" and "adjoint" not in args.skip:
-            profiles[f"adjoint, {precision}"] = kernels(table.calls[-1])
-        if args.model == "wrn16" and "jax" not in args.skip and importlib.util.find_spec("jax"):
-            table.add("JAX", n, precision, partial(jax_peer, s, precision), exact[n])
-    table.time(precision)
-    return profiles
+    table.time(precision, 1)
+    yield profiles
+    s = settings[main]
+    for name, method in adjoint(s).items() if "adjoint" not in args.skip else ():
+        table.add(name, main, precision, partial(lambda method: method, method), exact[name])
+    if args.device == "cuda" and "adjoint" not in args.skip:
+        profiles[f"adjoint, {precision}"] = kernels(table.calls[-1])
+    if args.model == "wrn16" and "jax" not in args.skip and importlib.util.find_spec("jax"):
+        table.add("JAX", main, precision, partial(jax_peer, s, precision), exact[main])
+    table.time(precision, args.repeats)
+    yield profiles
 
 
 def main() -> None:

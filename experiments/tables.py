@@ -200,7 +200,11 @@ def _decay(found: dict[str, Any] | None) -> list[str]:
     rows = found["rows"]
     ours = "; ".join(_accuracy(row["accuracy"]) for row in rows.values())
     learnt = found["learnt"]["weight_decay"][0]
-    return [f"with weight decay {', '.join(rows)}", "–", f"{ours} (`{found['settings']['label']}` has {round(learnt, 9) + 0.0:.1g})"]
+    return [
+        f"with weight decay {', '.join(rows)}",
+        "–",
+        f"{ours} (`{found['settings']['label']}` has {round(learnt, 9) + 0.0:.1g})",
+    ]
 
 
 def _appendix_f(found: dict[str, Any] | None) -> list[str]:
