@@ -1,6 +1,6 @@
 """End to end: what better hypergradients are worth to `tune`, against the paper's settings.
 
-    python experiments/trust_tune.py                digits and MNIST, five tuning seeds of each method
+    python experiments/trust_tune.py                digits and MNIST, ten tuning seeds of each method
     python experiments/trust_tune.py --set digits   one of them
 
 All methods start from zero and take at most as many outer steps as the paper's settings (forward, H·Z clipped at 10,
@@ -35,6 +35,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "paper": {"engine": lh.Forward(clip=10.0)},
     "hybrid": {"engine": lh.Hybrid()},
     "hybrid, wait": {"engine": lh.Hybrid(), "gate": "wait"},
+    "paper, γ grows": {"engine": lh.Forward(clip=10.0), "outer": lh.SignDescent(growth=1.5)},
+    "hybrid, γ grows": {"engine": lh.Hybrid(), "outer": lh.SignDescent(growth=1.5)},
+    "hybrid, wait, γ grows": {"engine": lh.Hybrid(), "gate": "wait", "outer": lh.SignDescent(growth=1.5)},
 }
 HYPERS = {
     "lr": lh.Hyper(0.0, windows=5, step=0.1, low=-1.0, high=1.0),
@@ -134,7 +137,7 @@ def main() -> None:
     parser = arguments(__doc__, "trust_tune")
     parser.add_argument("--set", choices=SETS, help="one of them; without it both")
     parser.add_argument("--method", action="append", choices=METHODS, help="only these")
-    parser.add_argument("--seeds", type=int, default=5, help="tuning seeds")
+    parser.add_argument("--seeds", type=int, default=10, help="tuning seeds")
     args = parse(parser)
     for name in [args.set] if args.set else SETS:
         one(args, name)
