@@ -185,6 +185,52 @@ def test_a_trace_is_not_used_again_where_weights_are_baked_in():
     assert q.inner is not p.inner
 
 
+@pytest.mark.parametrize("kind", ["list", "dict", "array", "float", "lambda", "hidden module"])
+def test_a_model_is_not_used_again_where_its_constants_differ(kind):
+    """Also without a trace: the earlier run's module would bring its own."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, drawn = nn.Linear(4, 1), torch.randn(4)
+            hidden = nn.Linear(4, 4)
+            kept = {"list": [drawn], "dict": {"a": (drawn,)}, "array": drawn.numpy(), "float": float(drawn[0])}
+            self.kept = (kept | {"lambda": lambda: drawn, "hidden module": [hidden]})[kind]
+
+        def forward(self, x):
+            if kind == "hidden module":
+                return self.layer(self.kept[0](x))
+            found = {"list": lambda: self.kept[0], "dict": lambda: self.kept["a"][0], "lambda": self.kept}
+            found |= {"array": lambda: torch.from_numpy(self.kept), "float": lambda: self.kept}
+            return self.layer(x * found[kind]())
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    task = lh.Task(Net, lambda m, b: m(b).square().mean(), lambda s: [x] * 4, lambda s: [x])
+    hypers = {"lr": lh.Hyper(0.1)}
+    record = lh.tune(task, lh.sgd(), hypers, steps=4, outer_steps=2, engine=lh.Adjoint()).history[1]
+    alone = lh.hypergradient(
+        task, lh.sgd(), hypers, steps=4, values=record.values, seed=record.seeds[0], engine=lh.Adjoint()
+    )
+    assert torch.equal(record.grad["lr"], alone.grad["lr"])
+
+
+def test_a_model_is_used_again_where_its_constants_are_equal():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale, self.act = nn.Linear(4, 1), [torch.ones(4), 2.0], lambda x: x.tanh()
+            self.me = [self]  # holds itself
+
+        def forward(self, x):
+            return self.act(self.layer(x * self.scale[0]))
+
+    x = torch.ones(8, 4)
+    task = lh.Task(Net, lambda m, b: m(b).square().mean(), lambda s: [x] * 4, lambda s: [x])
+    shared = lh.Traces()
+    made = [make_problem(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 4, seed, None, shared) for seed in (0, 1)]
+    assert made[0].inner is made[1].inner
+
+
 def test_a_trace_is_not_used_again_by_another_loss():
     task, shared = task_of(mlp), lh.Traces()
     first, p = run(task, lh.Forward(compile=True), shared=shared)

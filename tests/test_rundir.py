@@ -135,6 +135,35 @@ def test_a_torn_last_line_does_not_count(tmp_path):
     assert [line["index"] for line in lines(tmp_path / "r")] == [0, 1, 2, 3]
 
 
+def test_a_last_line_that_lacks_only_its_end_counts_and_stays(tmp_path):
+    stopped_after(tmp_path / "r", 50)
+    journal = tmp_path / "r/journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-1])
+    stopped_after(tmp_path / "r", 25)
+    assert tune(dir=tmp_path / "r").schedule == tune().schedule
+    assert [line["index"] for line in lines(tmp_path / "r")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 31}, "31"),  # more than there are batches
+        ({"precision": "fp16"}, "precision='fp16'"),
+        ({"hypers": {"lr": lh.Hyper(0.0, params="nothing.*")}}, "nothing"),
+    ],
+)
+def test_what_is_refused_leaves_the_directory_free(tmp_path, settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        tune(dir=tmp_path / "r", **settings)
+    assert tune(dir=tmp_path / "r", outer_steps=1).history[0].status == "ok"
+
+
+def test_a_whole_number_is_the_same_setting_as_its_float(tmp_path):
+    for growth, step in ((2, 1), (2.0, 1.0)):
+        hypers = {"lr": lh.Hyper(0.0, step=step)}
+        tune(dir=tmp_path / "r", outer_steps=1, outer=lh.SignDescent(growth=growth), hypers=hypers)
+
+
 def test_another_recipe_in_the_directory_is_refused_by_name(tmp_path):
     tune(dir=tmp_path / "r", outer_steps=1)
     with pytest.raises(lh.RunError, match="holds another run: its hypers.lr.step is 0.1, here it is 0.2"):

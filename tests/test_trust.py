@@ -30,6 +30,8 @@ def test_seeds_that_disagree():
     assert among_seeds(grads, [calm, calm]) == {"lr": ["", "seeds disagree: 2 of 2"]}
     grads = [{"lr": torch.tensor([sign])} for sign in (1.0, 1.0, 1.0, -1.0)]
     assert among_seeds(grads, [{"lr": [""]}] * 4) == {"lr": [""]}
+    grads = [{"lr": torch.tensor([g])} for g in (1.0, 1.0, 1.0, -100.0)]  # one outvotes three in the mean
+    assert among_seeds(grads, [{"lr": [""]}] * 4) == {"lr": ["seeds disagree: 3 of 4"]}
     assert among_seeds(grads, [{"lr": ["not finite"]}] * 3 + [{"lr": [""]}]) == {"lr": ["not finite"]}
 
 

@@ -137,6 +137,25 @@ def test_a_start_that_always_diverges_is_an_error():
         tune(task=task, hypers={"lr": lh.Hyper(1000.0)}, outer_steps=8)
 
 
+def test_a_start_too_large_to_be_shifted_is_an_error():
+    with pytest.raises(RuntimeError, match="diverged at the starting values"):
+        tune(hypers={"lr": lh.Hyper(1e200)}, outer_steps=8, engine="auto")
+
+
+def test_a_loss_of_survivors_is_not_the_best():
+    calls = []
+
+    def sometimes(seed):
+        calls.append(seed)
+        bad = len(calls) == 5  # one of the second outer step's three runs
+        return [(x * math.inf if bad else x, y) for x, y in batches(seed)]
+
+    run = tune(task=make_task(train=sometimes), seeds=3, outer_steps=2, hypers={"lr": lh.Hyper(0.01, step=0.1)})
+    assert run.history[1].val_loss < run.history[0].val_loss
+    assert run.history[1].status.startswith("1 of 3 runs")
+    assert run.best["lr"].tolist() == run.history[0].values["lr"].tolist()
+
+
 def test_records_survive_json():
     (record,) = lh.steps(make_task(), lh.sgd(), HYPERS, steps=5, outer_steps=1)
     again = type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))

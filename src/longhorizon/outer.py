@@ -63,8 +63,8 @@ class SignDescent:
             raise ValueError(f"SignDescent(growth={self.growth}): expected 1, which is no growth, or more.")
 
     def __repr__(self) -> str:  # a run directory knows its outer optimizer by this text; older ones have no growth
-        growth = "" if self.growth == 1 else f", growth={self.growth!r}"
-        return f"SignDescent(factor={self.factor!r}, tolerance={self.tolerance!r}{growth})"
+        growth = "" if self.growth == 1 else f", growth={float(self.growth)!r}"
+        return f"SignDescent(factor={float(self.factor)!r}, tolerance={float(self.tolerance)!r}{growth})"
 
     def init(self, hypers: Mapping[str, Hyper]) -> State:
         gamma = {k: torch.full((h.windows,), step_size(k, h), dtype=torch.float64) for k, h in _learnt(hypers).items()}

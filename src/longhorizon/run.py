@@ -123,10 +123,14 @@ def tune(
             _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
         return _tuned(tuning, history, None)
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written
+    if not RunDirectory(dir).exists:
+        with environment(precision):
+            first.prepare()
     with RunDirectory(dir) as directory:
         directory.begin(settings_of(first) | {"precision": precision}, recipe)
         history = directory.journal()
-        tuning = Tuning(task, rule, hypers, **given, saved=_where(directory, history, first))
+        saved = _where(directory, history, first)
+        tuning = first if saved is None else Tuning(task, rule, hypers, **given, saved=saved)
         if len({record.index for record in history} & set(range(tuning.index))) < tuning.index:
             raise RunError(
                 f"{directory.path / 'journal.jsonl'} knows less than the checkpoint, which is at outer step "
@@ -187,7 +191,8 @@ def _drive(
                 saved_at = time.monotonic()
             if asked and not tuning.done:
                 where = f"at outer step {tuning.index + 1} of {tuning.outer_steps}"
-                raise Interrupted(f"stopped {where}; all is saved in {directory.path if directory else ''}")
+                place = directory.path if directory else ""
+                raise Interrupted(f"stopped {where}; all is saved in {place}, where the same call goes on")
 
 
 @contextmanager
@@ -225,6 +230,7 @@ def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> 
             "start again in another directory."
         )
     good = [r for r in history if isfinite(r.val_loss) and any(m.isfinite().any() for m in r.mean.values())]
+    good = [r for r in good if r.status == "ok" or len(r.seeds) == 1]  # with several, some may not have survived
     longest = max((record.steps for record in good), default=0)
     best = min((r for r in good if r.steps == longest), key=lambda r: r.val_loss, default=None)
     last = history[-1]

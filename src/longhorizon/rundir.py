@@ -82,7 +82,7 @@ class RunDirectory:
         print_ = fingerprint(settings)
         if self.exists:
             there = self.describe()
-            if there["fingerprint"] != print_:
+            if there["fingerprint"] != print_ and there["settings"] != _jsonable(settings):  # 1 and 1.0 are one
                 raise RunError(
                     f"{self.path} holds another run: {_first_difference(there['settings'], _jsonable(settings))}. "
                     "Choose another directory, or use the settings it was begun with."
@@ -290,10 +290,16 @@ class _Said:
 
 
 def _drop_torn_line(journal: Any) -> None:
+    """Cut off what a killed process left; a line that lacks only its end was read as one, and gets it."""
     journal.seek(0)
     content = journal.read()
     if content and not content.endswith(b"\n"):
-        journal.truncate(content.rfind(b"\n") + 1)
+        start = content.rfind(b"\n") + 1
+        try:
+            json.loads(content[start:])
+            journal.write(b"\n")
+        except ValueError:
+            journal.truncate(start)
     journal.seek(0, os.SEEK_END)
 
 

@@ -1,5 +1,10 @@
 """Traced and compiled steps that several runs share."""
 
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,10 +61,35 @@ class Traces:
 
 
 def _same_constants(one: nn.Module, other: nn.Module) -> bool:
-    """Whether tensors that are neither parameters nor buffers are equal: drawn anew, they are constants of a trace."""
+    """Whether all is equal that is neither parameter nor buffer: drawn anew, it is a constant of a trace."""
+    own = ("_parameters", "_buffers", "_modules", "training")  # these are taken over, or set for every use
     pairs = zip(one.modules(), other.modules(), strict=True)
-    kept = [({k: v for k, v in vars(m).items() if isinstance(v, Tensor)} for m in pair) for pair in pairs]
-    return all(a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items()) for a, b in kept)
+    kept = [[{k: v for k, v in vars(m).items() if k not in own} for m in pair] for pair in pairs]
+    seen = {id(m) for m in one.modules()}  # each is compared once
+    return all(_equal(a, b, seen) for a, b in kept)
+
+
+def _equal(a: Any, b: Any, seen: set[int]) -> bool:
+    """Whether two values are alike, down to the tensors, arrays and numbers in them."""
+    if a is b or id(a) in seen:  # what holds itself is compared where it was met first
+        return True
+    if type(a) is not type(b):
+        return False
+    seen.add(id(a))
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(_equal(v, b[k], seen) for k, v in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_equal(v, w, seen) for v, w in zip(a, b, strict=True))
+    if isinstance(a, FunctionType):  # one that is made anew with every model
+        cells = [[c.cell_contents for c in f.__closure__ or ()] for f in (a, b)]
+        return a.__code__ is b.__code__ and _equal([*cells[0], a.__defaults__], [*cells[1], b.__defaults__], seen)
+    if isinstance(a, bool | int | float | complex | str | bytes | set | frozenset):
+        return bool(a == b)
+    return _equal(vars(a), vars(b), seen) if hasattr(a, "__dict__") else True
 
 
 def _take_over(module: nn.Module, fresh: nn.Module) -> None:

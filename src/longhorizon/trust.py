@@ -85,7 +85,7 @@ def among_seeds(
     for key in each[0]:
         found = torch.stack([grad[key] for grad in grads])
         signs, mean = found.sign(), found.nanmean(0)
-        agreeing = (signs == signs.nansum(0).sign()).double().mean(0)
+        agreeing = (signs == mean.sign()).double().mean(0)  # with the sign that is followed
         doubted[key] = []
         for w in range(signs.shape[1]):
             said = sorted(reasons[key][w] for reasons in each)

@@ -120,6 +120,7 @@ class Tuning:
         self._inner_saved = saved["run"] if saved else None
         self._traces = Traces() if traces is None else traces
         self._problem: Problem | None = None
+        self._prepared: Problem | None = None  # that of the next run
         self._run: Run | None = None
 
     @property
@@ -178,12 +179,20 @@ class Tuning:
             "run": self._run.save() if self._run is not None else self._inner_saved,
         }
 
-    def _begin(self) -> Run:
-        """Fresh weights, a fresh split, and a run over them."""
+    def prepare(self) -> None:
+        """Make the first run's model and data now, with all that is checked then."""
+        self._prepared = self._make()
+
+    def _make(self) -> Problem:
+        """Fresh weights and a fresh split."""
         seed = run_seed(self.seed, self.index, len(self.finished))
-        self._problem = make_problem(
+        return make_problem(
             self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, self._traces
         )
+
+    def _begin(self) -> Run:
+        """A run over a fresh problem."""
+        self._problem, self._prepared = self._prepared or self._make(), None
         self._problem.reach, self._problem.runs = self.outer_state.get("gamma"), self.outer_steps * self.seeds
         if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
             self.engine, self.why = trusted(self._problem)
@@ -204,7 +213,8 @@ class Tuning:
         at = self.values
         if fine:
             self.good = at
-            if self.best is None or (steps, -val_loss) > (self.best[1], -self.best[0]):
+            whole = bool(losses.isfinite().all())  # the mean of those that survived says nothing about the others
+            if whole and (self.best is None or (steps, -val_loss) > (self.best[1], -self.best[0])):
                 self.best = (val_loss, steps, at)
             if self.gate != "off":
                 windows = {key: [w for w, doubt in enumerate(reasons) if doubt] for key, reasons in doubted.items()}
@@ -241,8 +251,9 @@ class Tuning:
         self.index, self.finished, self.seconds = self.index + 1, [], 0.0
         self.converged = self.outer.converged(self.outer_state)
         if self.good is None and self.index >= PATIENCE:
+            why = bad[0] if bad else "no hypergradient is finite"
             raise RuntimeError(
-                f"{PATIENCE} training runs in a row diverged at the starting values ({bad[0]}) Start lower."
+                f"{PATIENCE} training runs in a row diverged at the starting values ({why}). Start lower."
             )
         return record
 

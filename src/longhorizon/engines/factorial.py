@@ -247,6 +247,7 @@ class FactorialRun:
         if 2 * int(runs.isfinite().sum()) < runs.numel():  # more than half diverged
             status = Status("difference", problem.steps)
             return finish(problem, engine, grads, middle, self.middle, status, losses, error=errors)
+        status = Status()
         slopes, error = effects(self.signs, runs, common=self.engine.seeds == "one")
         for (key, w), slope in zip(self.columns, slopes.tolist(), strict=True):
             low, high = (level[w] for level in self.levels[key])
@@ -254,7 +255,9 @@ class FactorialRun:
             # On the log scale dL/dλ = (dL / d ln λ) / λ.
             width = value * (high / low).log() if problem.hypers[key].scale == "log" else high - low
             grads[key][w], errors[key][w] = 2 * slope / width, 2 * error / width
-        return finish(problem, engine, grads, middle, self.middle, Status(), losses, error=errors)
+            if width == 0:  # so large a value that the distance is lost in rounding
+                status = Status("difference", problem.steps)
+        return finish(problem, engine, grads, middle, self.middle, status, losses, error=errors)
 
     def _problem(self, run: int) -> Problem:
         """A run: no value shifted, or all."""
