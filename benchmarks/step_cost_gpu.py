@@ -14,7 +14,8 @@ Settings and methods are those of step_cost.py (one state, the same tangents, on
     training step, adjoint              Adjoint(store="all"): the step forth, and forth and back
     JAX                                 jit(vmap(jvp(grad))), where JAX is installed (WRN-16-1 alone)
 
-Results: benchmarks/results/step_cost_MODEL_DEVICE_PRECISION.json; `profile` has the kernels that take most of the time.
+Results: benchmarks/results/step_cost_MODEL_DEVICE_PRECISION.json (.part.json before the adjoint is compiled); `profile`
+has the kernels that take most of the time.
 """
 
 import argparse
@@ -212,8 +213,8 @@ def exact_results(args: argparse.Namespace) -> dict[Any, torch.Tensor]:
 
 def measure(
     args: argparse.Namespace, table: Table, precision: str, exact: dict[Any, torch.Tensor]
-) -> Iterator[dict[str, Any]]:
-    """Fill the table with the rows of one precision; gives where the engines' time goes.
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Fill the table with the rows of one precision; gives where the engines' time goes, and repeats.
 
     A first time when only the adjoint and JAX are missing, which may take minutes to compile, timed once.
     """
@@ -234,7 +235,7 @@ def measure(
         if n == main and args.device == "cuda":
             profiles[f"forward, {precision}"] = kernels(table.calls[-1])
     table.time(precision, 1)
-    yield profiles
+    yield profiles, 1
     s = settings[main]
     for name, method in adjoint(s).items() if "adjoint" not in args.skip else ():
         table.add(name, main, precision, partial(lambda method: method, method), exact[name])
@@ -243,7 +244,7 @@ def measure(
     if args.model == "wrn16" and "jax" not in args.skip and importlib.util.find_spec("jax"):
         table.add("JAX", main, precision, partial(jax_peer, s, precision), exact[main])
     table.time(precision, args.repeats)
-    yield profiles
+    yield profiles, args.repeats
 
 
 def main() -> None:
@@ -268,11 +269,13 @@ def main() -> None:
     for precision in args.precisions:
         target = Path(args.to, f"step_cost_{args.model}_{args.device}_{precision}.json")
         with around(precision):
-            for profile in measure(args, table, precision, exact):  # once without the adjoint, then with it
+            for profile, repeats in measure(args, table, precision, exact):  # once without the adjoint, then with it
                 rows = [row for row in table.rows if row["precision"] == precision]
-                content = {"environment": record, "settings": settings | {"precision": precision}}
-                text = json.dumps(content | {"rows": rows, "profile": profile}, indent=1, ensure_ascii=False) + "\n"
-                target.write_text(text)
+                known = settings | {"precision": precision, "repeats": repeats}
+                content = {"environment": record, "settings": known, "rows": rows, "profile": profile}
+                part = target.with_suffix(".part.json")
+                part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        part.replace(target)
     for row in table.rows:
         n = "" if row["n"] is None else f"N={row['n']}"
         loop = f"{row['faster_than_loop']:6.2f} × loop" if "faster_than_loop" in row else ""

@@ -151,8 +151,8 @@ class Contest:
                 spent = sum(e.seconds for e in arena.past())
                 say(f"{label}: {len(arena.past())} evaluations in {spent:.0f} s, then {done} steps")
 
-        place.mkdir(parents=True, exist_ok=True)
-        record.write(card, content)
+        with RunDirectory(place):  # not while another process is at it
+            record.write(card, content)
         lh.compare(
             self.task,
             self.rule,

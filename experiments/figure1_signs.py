@@ -115,7 +115,12 @@ def apart(key: str, value: float) -> float:
 
 
 def followed(at: Evaluation, after: Evaluation, seen: OuterStep | None, key: str, window: int) -> int:
-    """The sign of FDS's hypergradient of a value: as it was written down, or else by where the value went."""
+    """The sign of FDS's hypergradient of a value: as it was written down, or else by where the value went.
+
+    Nothing where the gate held the value.
+    """
+    if seen and window in seen.held.get(key, []):
+        return 0
     sign = seen.mean[key][window].item() if seen else at.values[key][window] - after.values[key][window]
     return 0 if math.isnan(sign) else int(torch.tensor(sign).sign())
 

@@ -5,7 +5,7 @@ Shows: the hypergradient of every step's learning rate for many seeds (initialis
     every window size W; and ε, Σ and c of the theorem with its bound.
 Command: python experiments/figure2.py --data-root DATA [--setting svhn-hot | cifar-1 | cifar-10 …]
     It goes on where it stopped; `--seeds` may be raised later. Writes experiments/results/figure2-SETTING.json.
-Time:    in the result file; a seed of `svhn` takes about 40 s on two CPU cores.
+Time:    in the result file; a seed of `svhn` takes about 80 s on two CPU cores.
 Paper:   ε ≈ 0.08, mean variance ≈ 0.25, lowest MSE at W = 50; greedy far from the mean of non-greedy. For a second
     schedule of smaller ε (Appendix D gives no numbers) a larger W is best and the MSE falls further.
 

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -61,7 +62,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     args = parser.parse_args(words)
     hidden = ("--data-root", "--work", "--out", "--commit", "--device")
     kept = [w for i, w in enumerate(words) if not w.startswith(hidden) and (i == 0 or words[i - 1] not in hidden)]
-    args.command = " ".join(["python", f"experiments/{args.name}.py", *kept])
+    args.command = shlex.join(["python", f"experiments/{args.name}.py", *kept])
     return args
 
 

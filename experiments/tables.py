@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGE = HERE / "README.md"
 NOT_RUN = "not run yet"
+PLAIN = "100000 runs"  # contest.py's budget that ends nobody
 HEAD = ["experiment", "what", "paper", "ours", "command", "time", "hardware"]
 _PLACE = re.compile(r"<!-- (table|pictures) -->\n(.*?)<!-- end -->", re.S)
 
@@ -140,7 +141,7 @@ def _figure1(found: dict[str, Any] | None, start: str, name: str, paper: str) ->
                 zero = row["seconds_to_zero"]
                 ours += f", zero after {_duration(zero)}" if zero is not None else f", zero in {row['zero']} of {seeds}"
         where, shared = _device(cards)
-        command = usual + _options(cards[-1])
+        command = usual + _options(cards[-1]) + _seeds(cards)
         what = name if row["method"] == start else f"{name}{_beyond(cards[-1])} (`{row['method']}`)"
         rows.append([what, paper, ours, f"`{command}`", f"{_duration(row['seconds'])} a seed{shared}", where])
     return rows
@@ -156,6 +157,13 @@ def _device(cards: list[dict[str, Any]]) -> tuple[str, str]:
 def _beyond(card: dict[str, Any]) -> str:
     """What the paper does not do."""
     return ", but γ may grow again" if card.get("growth", 1.0) != 1 else ""
+
+
+def _seeds(cards: list[dict[str, Any]]) -> str:
+    """The seeds and the budget that were given."""
+    seeds, budget = [card["seed"] for card in cards], cards[-1]["budget"]
+    given = "" if seeds == [0] else " --seeds " + ",".join(map(str, sorted(seeds)))
+    return given + ("" if budget == PLAIN else f" --budget '{budget}'")
 
 
 def _options(card: dict[str, Any]) -> str:
@@ -179,6 +187,7 @@ def _from_zero(found: dict[str, Any] | None) -> list[str]:
     where, shared = _device([card for card in found["entrants"] if card["method"] == "hd"])
     seconds = f"{_duration(mean(run['seconds'] for run in runs))} a seed{shared}"
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
+    command += _seeds([card for card in found["entrants"] if card["method"] == "hd"])
     ours = f"{_accuracy([a or 0.0 for run in runs for a in run['test']['accuracy']])} ({seeds})"
     return [paper, ours, f"`{command}`", seconds, where]
 

@@ -198,6 +198,9 @@ def test_commands_in_the_table_name_what_was_chosen():
     changed = card | {"clip": None, "horizons": [1.0, 5.0], "precision": "tf32", "gate": "wait", "growth": 1.5}
     assert tables._options(changed) == " --clip 0 --horizons 1,5 --gate wait --growth 1.5 --precision tf32"
     assert tables._options(card | {"engine": "adjoint"}) == " --clip 10"
+    cards = [{"seed": seed, "budget": "2 runs"} for seed in (1, 0)]
+    assert tables._seeds(cards) == " --seeds 0,1 --budget '2 runs'"
+    assert tables._seeds([{"seed": 0, "budget": tables.PLAIN}]) == ""
 
 
 def test_scripts_need_no_extras():
@@ -306,7 +309,7 @@ def test_smoke_of_figure4s_rival(tmp_path, inside):
     assert all(run["values"]["lr"][0] == 0 and run["values"]["lr"][-1] > 0 for run in runs)  # online
     (tmp_path / "figure1.json").write_text(json.dumps(result))
     row = next(line for line in tables.table(tmp_path).splitlines() if "from zero" in line)
-    assert "(2 seeds) | `python experiments/figure1.py --methods hd` |" in row
+    assert "(2 seeds) | `python experiments/figure1.py --methods hd --seeds 0,1 --budget '3 runs'` |" in row
     assert "a seed, device shared" in row
 
 
