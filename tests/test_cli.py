@@ -81,7 +81,7 @@ def test_export_in_every_format(finished):
     exec(call("export", "run", cwd=finished).stdout, space)
     values = json.loads((finished / "run/schedule.json").read_text())["hypers"]["lr"]["values"]
     assert space["hyperparameters"](11, 12)["lr"] == values[-1]
-    assert json.loads(call("export", "run", "--format", "json", cwd=finished).stdout)["version"] == 1
+    assert json.loads(call("export", "run", "--format", "json", cwd=finished).stdout)["version"] == 2
     rows = call("export", "run", "--format", "csv", "--steps", 12, cwd=finished).stdout.splitlines()
     assert len(rows) == 13
     assert call("export", "run/best.json", cwd=finished).stdout == call("export", "run", "--best", cwd=finished).stdout

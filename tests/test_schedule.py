@@ -1,5 +1,7 @@
 """A learnt schedule leaves the house: files, stretching, torch optimizers, plain Python."""
 
+import csv
+import io
 import json
 import warnings
 
@@ -33,7 +35,7 @@ def test_saved_and_loaded_is_equal(tmp_path):
         ("{", "is no JSON"),
         ("[]", "is no longhorizon schedule"),
         ('{"format": "other"}', "its \"format\" is 'other'"),
-        ('{"format": "longhorizon-schedule", "version": 99}', "version 99; this longhorizon reads up to 1: update"),
+        ('{"format": "longhorizon-schedule", "version": 99}', "version 99; this longhorizon reads up to 2: update"),
         ('{"format": "longhorizon-schedule", "version": 1, "hypers": {"lr": {}}}', "is damaged"),
         ('{"format": "longhorizon-schedule", "version": 1, "hypers": {"lr": {"values": []}}}', "has no values"),
     ],
@@ -222,6 +224,68 @@ def test_exported_python_refuses_a_label_no_group_has():
         space["set_hyperparameters"](torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 0, 2)
 
 
+def exported(schedule):
+    space: dict = {}
+    exec(to_python(schedule), space)
+    return space["set_hyperparameters"]
+
+
+def test_exported_python_leaves_the_loss_its_own():
+    schedule = lh.Schedule({"lr": (0.1,), "weight_decay": (0.5,)}, {"name": "rmsprop"}, (), ("weight_decay",))
+    optimizer = torch.optim.RMSprop([nn.Parameter(torch.zeros(1))], lr=1.0)
+    exported(schedule)(optimizer, 0, 4)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1, 0)
+
+
+@pytest.mark.parametrize("key", ["grad_clip", "momentum", "beta1"])
+def test_exported_python_refuses_what_the_optimizer_does_not_have(key):
+    make = torch.optim.SGD if key == "beta1" else torch.optim.AdamW
+    schedule = lh.Schedule({"lr": (0.1,), key: (0.5,)}, {"name": "another"})
+    with pytest.raises(ValueError, match=f"has no '{key}'; to set it yourself, take '{key}' out of SCHEDULE"):
+        exported(schedule)(make([nn.Parameter(torch.zeros(1))]), 0, 4)
+
+
+def test_exported_python_refuses_a_group_with_two_values():
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "name": ("a", "b")}])
+    with pytest.raises(ValueError, match="more than one of the names"):
+        exported(lh.Schedule({"lr/a": (0.1,), "lr/b": (0.2,)}))(optimizer, 0, 4)
+
+
+def test_a_beta_of_its_own_is_no_half_of_betas():
+    rule = {"name": "lion", "defaults": {"lr": 0.1, "beta": 0.9}}
+    assert "for lion(…, beta=0.9)." in to_python(lh.Schedule({"lr": (0.1,)}, rule))
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "beta1": 0.1}]
+    for put in (lambda s, o: s.attach(o, steps=4), lambda s, o: exported(s)(o, 0, 4)):
+        optimizer = torch.optim.SGD([dict(group) for group in groups], lr=1.0)
+        put(lh.Schedule({"beta1": (0.8,)}), optimizer)
+        assert optimizer.param_groups[0]["beta1"] == 0.8
+
+
+def test_a_tensor_in_the_optimizer_stays_that_tensor():
+    def fresh():
+        lr = torch.tensor(1.0)
+        return lr, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+    (lr, optimizer), (again, other), (third, last) = fresh(), fresh(), fresh()
+    scheduler = SCHEDULE.attach(optimizer, steps=3)
+    optimizer.step()
+    scheduler.step()
+    resumed = SCHEDULE.attach(other, steps=3)
+    resumed.load_state_dict(scheduler.state_dict())
+    exported(SCHEDULE)(last, 1, 3)
+    for tensor, o in ((lr, optimizer), (again, other), (third, last)):
+        assert o.param_groups[0]["lr"] is tensor
+        assert tensor.item() == pytest.approx(0.3)
+
+
+def test_retrain_refuses_a_key_that_hypers_lacks():
+    task = lh.Task(make_model, loss, batches, lambda seed: batches(seed, 1), test=lambda: batches(5, 1))
+    schedule = lh.Schedule({"lr": (0.1,), "momentum": (0.9,)})
+    for given in (schedule, schedule.values):
+        with pytest.raises(ValueError, match="the schedule has 'momentum', which `hypers` lacks: add it there"):
+            lh.retrain(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, given, steps=3, seeds=1)
+
+
 def test_the_exported_head_names_both_betas_while_one_of_them_is_fixed():
     rule = {"name": "adam", "defaults": {"beta1": 0.9, "beta2": 0.99}}
     assert "betas=(0.9, 0.99)" in to_python(lh.Schedule({"beta1": (0.8,)}, rule))
@@ -235,9 +299,14 @@ def test_exported_csv_has_a_row_per_step():
     assert len(rows) == 7
 
 
+def test_exported_csv_quotes_a_label_with_a_comma():
+    rows = csv.reader(io.StringIO(to_csv(lh.Schedule({"lr/a,b": (0.1,), "momentum": (0.9,)}), 1)))
+    assert list(rows) == [["step", "lr/a,b", "momentum"], ["0", "0.1", "0.9"]]
+
+
 def test_the_file_format_is_the_documented_one(tmp_path):
     SCHEDULE.save(tmp_path / "s.json")
     content = json.loads((tmp_path / "s.json").read_text())
     assert content["format"] == "longhorizon-schedule"
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert content["hypers"]["lr"] == {"values": [0.1, 0.3, 0.2], "argument": "lr", "learnt": True, "of": "optimizer"}

@@ -19,6 +19,8 @@ from torch import Tensor
 
 Selector = str | Sequence[str] | Callable[[str, Tensor], bool]
 
+BY_DIMENSION = ("ndim>=2", "ndim<2")  # the patterns that need no name
+
 # Outer step sizes for the arguments everybody tunes; the paper's Appendix C where it has one.
 DEFAULT_STEPS = {"lr": 0.1, "momentum": 0.15, "weight_decay": 4e-4, "dampening": 0.1, "beta1": 0.05, "beta2": 0.005}
 
@@ -175,7 +177,7 @@ def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[s
         names = [name for name, p in params.items() if selector(name, p)]
     else:
         patterns = [selector] if isinstance(selector, str) else list(selector)
-        names = [name for name, p in params.items() if any(_matches(pattern, name, p) for pattern in patterns)]
+        names = [name for name, p in params.items() if any(matches(pattern, name, p) for pattern in patterns)]
     if not names:
         raise ValueError(
             f"hyperparameter {key!r} has params={selector!r}, which picks no parameter; "
@@ -184,10 +186,11 @@ def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[s
     return names
 
 
-def _matches(pattern: str, name: str, p: Tensor) -> bool:
-    if pattern == "ndim>=2":
+def matches(pattern: str, name: str, p: Tensor) -> bool:
+    """Whether a pattern of `params` picks a parameter."""
+    if pattern == BY_DIMENSION[0]:
         return p.ndim >= 2
-    if pattern == "ndim<2":
+    if pattern == BY_DIMENSION[1]:
         return p.ndim < 2
     return fnmatchcase(name, pattern)
 

@@ -76,6 +76,12 @@ def retrain(
     if task.test is None:
         raise ValueError("retrain needs data that nothing has seen: give Task(test=lambda: [batches]).")
     test = task.test
+    for key in schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
+        if key not in hypers:
+            raise ValueError(
+                f"retrain: the schedule has {key!r}, which `hypers` lacks: "
+                "add it there as it was learnt, or leave it out of the schedule."
+            )
     values = {key: torch.as_tensor(schedule[key], dtype=torch.float64).reshape(-1) for key in hypers}
     for key, v in values.items():
         if isinstance(steps, int) and 0 < steps < len(v):  # a window that no step lies in

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from longhorizon.hypers import Hyper, argument, nearest, window_of
+from longhorizon.hypers import BY_DIMENSION, Hyper, Selector, argument, matches, nearest, select, window_of
 from longhorizon.rules import Rule
 
 FORMAT = "longhorizon-schedule"
-VERSION = 1
+VERSION = 2  # 2: "params"
+FUNCTION = "a function"  # in the place of a `params` that no file can hold
+BETAS = ("beta1", "beta2")  # `betas` in torch
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class Schedule:
         rule: the optimizer it was made for: its name and the arguments that were not scheduled.
         learnt: the keys that were learnt.
         in_loss: the keys that the loss reads; the others are arguments of the optimizer.
+        params: key -> the pattern, or patterns, of the parameters that it is for; a key not in here is for all.
     """
 
     values: dict[str, tuple[float, ...]]
     rule: dict[str, Any] = field(default_factory=dict)
     learnt: tuple[str, ...] = ()
     in_loss: tuple[str, ...] = ()
+    params: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self.values:
@@ -65,7 +69,8 @@ class Schedule:
 
         Call its `.step()` after every optimizer step, not after every epoch. A key with a label ("lr/head") goes to the
         parameter groups whose "name" is the label (or, for a tuple of several names, among them), a plain key to every
-        group without one of its own.
+        group without one of its own. A plain key that was learnt for some parameters only goes to the groups that hold
+        these and no others (or whose "name" is the key); an optimizer made of `groups(model)` has such groups.
 
         Args:
             optimizer: a `torch.optim` optimizer of the kind the schedule was learnt for.
@@ -73,6 +78,30 @@ class Schedule:
             last_epoch: as in torch's schedulers, the number of steps already taken minus one.
         """
         return ScheduleScheduler(optimizer, self, steps, last_epoch)
+
+    def groups(self, model: torch.nn.Module) -> list[dict[str, Any]]:
+        """The parameter groups of a model that the schedule wants, for a torch optimizer to be made of.
+
+        They have the labels for names. An argument that the schedule sets for other parameters only has the value that
+        the rule was made with.
+
+        >>> schedule = Schedule({"lr": (0.1,), "weight_decay": (0.01,)}, params={"weight_decay": "ndim>=2"})
+        >>> optimizer = torch.optim.SGD(schedule.groups(torch.nn.Linear(2, 1)))
+        >>> [group["param_names"] for group in optimizer.param_groups]
+        [['weight'], ['bias']]
+        """
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        keys = [key for key in self.values if key not in self.in_loss]
+        _check_known(self, keys)
+        claims = {key: select(key, self.params[key], params) if key in self.params else list(params) for key in keys}
+        made: dict[tuple[str, ...], list[tuple[str, torch.Tensor]]] = {}
+        for name, p in params.items():
+            own: dict[str, str] = {}
+            for key in sorted(keys, key=lambda k: k in self.params):  # those for some parameters last: they win
+                if name in claims[key]:
+                    own[argument(key)] = key
+            made.setdefault(tuple(key for key in keys if key in own.values()), []).append((name, p))
+        return [_group(self, keys, own, named) for own, named in made.items()]
 
     def without(self, *keys: str) -> "Schedule":
         """The same without some keys, for values that no torch optimizer takes (`grad_clip`).
@@ -83,7 +112,8 @@ class Schedule:
         for key in keys:
             self[key]  # a misspelt one is an error
         rest = {key: values for key, values in self.values.items() if key not in keys}
-        return replace(self, values=rest, learnt=tuple(k for k in self.learnt if k in rest))
+        params = {key: chosen for key, chosen in self.params.items() if key in rest}
+        return replace(self, values=rest, learnt=tuple(k for k in self.learnt if k in rest), params=params)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, aside and then renamed, so that no reader sees half a file."""
@@ -105,6 +135,7 @@ class Schedule:
                     "learnt": key in self.learnt,
                     "of": "loss" if key in self.in_loss else "optimizer",
                 }
+                | ({"params": _listed(self.params[key])} if key in self.params else {})
                 for key, values in self.values.items()
             },
         }
@@ -123,11 +154,13 @@ class Schedule:
             values = {key: tuple(float(v) for v in entry["values"]) for key, entry in hypers.items()}
             learnt = tuple(key for key, entry in hypers.items() if entry.get("learnt"))
             in_loss = tuple(key for key, entry in hypers.items() if entry.get("of") == "loss")
+            chosen = {key: entry["params"] for key, entry in hypers.items() if entry.get("params") is not None}
+            params = {key: p if isinstance(p, str) else tuple(str(one) for one in p) for key, p in chosen.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{origin} is damaged: {type(error).__name__} at {error}.") from None
         if not values or not all(values.values()):
             raise ValueError(f"{origin} is damaged: a hyperparameter has no values.")
-        return cls(values, dict(content.get("rule", {})), learnt, in_loss)
+        return cls(values, dict(content.get("rule", {})), learnt, in_loss, params)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Schedule":
@@ -147,7 +180,8 @@ class Schedule:
         fixed = {arg: v for arg, v in rule.defaults.items() if arg not in {argument(key) for key in hypers}}
         record = {"name": rule.name, "defaults": dict(rule.defaults), "fixed": fixed, "options": dict(rule.options)}
         learnt = tuple(key for key, hyper in hypers.items() if hyper.learn)
-        return cls(given, record, learnt, tuple(k for k in hypers if argument(k) not in rule.defaults))
+        params = {key: _recorded(hyper.params) for key, hyper in hypers.items() if hyper.params is not None}
+        return cls(given, record, learnt, tuple(k for k in hypers if argument(k) not in rule.defaults), params)
 
 
 class ScheduleScheduler(LRScheduler):
@@ -190,7 +224,7 @@ class ScheduleScheduler(LRScheduler):
         self._step_count, self._last_lr = state_dict["_step_count"], list(state_dict["_last_lr"])
         self.plan = _plan(self.optimizer, self.schedule)
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = lr
+            _put(group, "lr", lr)
         self._set_others()
 
     def _at(self, key: str) -> float:
@@ -204,11 +238,19 @@ class ScheduleScheduler(LRScheduler):
                     continue
                 if arg == "momentum" and value == 0 and any(self.schedule.values[key]):
                     value = sys.float_info.min  # torch forgets its buffer at exactly 0; see `sgd`
-                if arg in ("beta1", "beta2"):
+                if arg in BETAS and arg not in group:
                     first, second = group["betas"]
                     group["betas"] = (value, second) if arg == "beta1" else (first, value)
                 else:
-                    group[arg] = value
+                    _put(group, arg, value)
+
+
+def _put(group: dict[str, Any], arg: str, value: Any) -> None:
+    """Set an argument; one that is a tensor stays that tensor, which a captured graph may hold."""
+    if isinstance(group[arg], torch.Tensor):
+        group[arg].fill_(value)
+    else:
+        group[arg] = value
 
 
 def _plan(optimizer: torch.optim.Optimizer, schedule: Schedule) -> list[dict[str, str]]:
@@ -223,26 +265,111 @@ def _plan(optimizer: torch.optim.Optimizer, schedule: Schedule) -> list[dict[str
                 f'give it one, {{"params": …, "name": {label!r}}}.'
             )
     plan = []
-    for group, own in zip(optimizer.param_groups, names, strict=True):
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         chosen: dict[str, str] = {}
-        for key in sorted(keys, key=lambda k: "/" in k):  # labelled ones last: they win
-            if key in labels and labels[key] not in own:
-                continue
+        for key in sorted(keys, key=lambda k: k not in labels):  # labelled ones first: they win
             arg = argument(key)
-            if arg not in group and not (arg in ("beta1", "beta2") and "betas" in group):
+            if key in labels:
+                if labels[key] not in own:
+                    continue
+                if arg in chosen:
+                    raise ValueError(
+                        f"the schedule has {chosen[arg]!r} and {key!r}, and a parameter group has both names."
+                    )
+            elif arg in chosen:
+                continue
+            elif key in schedule.params:
+                named = any(key in each for each in names)
+                if not (key in own if named else _is_for(schedule, key, optimizer, number)):
+                    continue
+            if arg not in group and not (arg in BETAS and "betas" in group):
                 raise ValueError(
                     f"the schedule sets {arg!r}, which {type(optimizer).__name__} does not have; it was learnt for "
                     f"{schedule.rule.get('name', 'another optimizer')}. To set it yourself, attach "
                     f"schedule.without({key!r})."
                 )
-            if chosen.get(arg) in labels:
-                raise ValueError(f"the schedule has {chosen[arg]!r} and {key!r}, and a parameter group has both names.")
             chosen[arg] = key
         plan.append(chosen)
+    idle = [key for key in keys if key in schedule.params and not any(key in own.values() for own in plan)]
+    if idle:
+        raise ValueError(
+            f"the schedule's {idle[0]!r} is for the parameters {_shown(schedule, idle[0])} only, and the optimizer has "
+            f"none of them: give it some, or attach schedule.without({idle[0]!r})."
+        )
     return plan
+
+
+def _is_for(schedule: Schedule, key: str, optimizer: torch.optim.Optimizer, number: int) -> bool:
+    """Whether a key that is for some parameters only is for those of a group; refuses a group that has both."""
+    group, wanted = optimizer.param_groups[number], patterns(schedule, key)
+    names = group.get("param_names")  # where it was made of named parameters
+    known = FUNCTION not in wanted and (names is not None or set(wanted) <= set(BY_DIMENSION))
+    named = zip(names or [""] * len(group["params"]), group["params"], strict=True)
+    picked = {any(matches(pattern, name, p) for pattern in wanted) for name, p in named}
+    if known and len(picked) < 2:
+        return True in picked
+    problem = f"but parameter group {number} has others, too" if known else "and the optimizer does not know which"
+    raise ValueError(
+        f"the schedule's {key!r} is for the parameters {_shown(schedule, key)} only, {problem}: make the optimizer as "
+        f"{type(optimizer).__name__}(schedule.groups(model), …), or give these parameters a group of their own, "
+        f'{{"params": …, "name": {key!r}}}.'
+    )
+
+
+def _check_known(schedule: Schedule, keys: Sequence[str]) -> None:
+    """Refuse to make groups where the schedule does not say which parameters a key is for."""
+    for key in keys:
+        lost = FUNCTION in patterns(schedule, key)
+        if lost or ("/" in key and not schedule.params):  # a file of version 1, or made by hand
+            why = "a function chose them" if lost else "it has no `params`"
+            raise ValueError(
+                f"the schedule does not know which parameters {key!r} is for ({why}): make the groups yourself, those "
+                f'it is for with the name, {{"params": …, "name": {key.split("/", 1)[-1]!r}}}.'
+            )
+
+
+def _group(
+    schedule: Schedule, keys: Sequence[str], own: Sequence[str], named: list[tuple[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """A parameter group: those of `keys` that are for it are `own`."""
+    group: dict[str, Any] = {"params": named}
+    labels = tuple(dict.fromkeys(key.split("/", 1)[1] for key in own if "/" in key))
+    for key in keys:
+        if "/" in key and key.split("/", 1)[1] in labels and key not in own:
+            raise ValueError(
+                f"the schedule's {key!r} is not for {named[0][0]!r}, but another key with this label is: "
+                "give one of them another label."
+            )
+    if labels:
+        group["name"] = labels[0] if len(labels) == 1 else labels
+    defaults, args = schedule.rule.get("defaults", {}), {argument(key) for key in keys}
+    if args & set(BETAS) and set(BETAS) <= set(defaults):
+        group["betas"] = tuple(defaults[beta] for beta in BETAS)
+        args -= set(BETAS)
+    return group | {arg: defaults[arg] for arg in args - {argument(key) for key in own} if arg in defaults}
 
 
 def _names(group: Mapping[str, Any]) -> tuple[str, ...]:
     """The labels that a parameter group answers to."""
     name = group.get("name", ())
     return (name,) if isinstance(name, str) else tuple(name or ())
+
+
+def patterns(schedule: Schedule, key: str) -> tuple[str, ...]:
+    """The patterns of the parameters that a key is for; none where it is for all."""
+    chosen = schedule.params.get(key, ())
+    return (chosen,) if isinstance(chosen, str) else chosen
+
+
+def _shown(schedule: Schedule, key: str) -> str:
+    return " or ".join(repr(pattern) for pattern in patterns(schedule, key))
+
+
+def _recorded(selector: Selector) -> str | tuple[str, ...]:
+    if callable(selector):
+        return FUNCTION
+    return selector if isinstance(selector, str) else tuple(selector)
+
+
+def _listed(chosen: str | tuple[str, ...]) -> str | list[str]:
+    return chosen if isinstance(chosen, str) else list(chosen)
