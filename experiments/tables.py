@@ -115,7 +115,12 @@ def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:
         f"{end['best']}, MSE there {100 * end['gain']:.0f} %"
     )
     if "greedy" in found:
-        ours += f"; the mean of greedy explains {100 * found['greedy']['explains']:.0f} % of μ"
+        explained = found["greedy"]["explains"]
+        ours += (
+            f"; the mean of greedy explains {100 * explained:.0f} % of μ"
+            if explained > 0
+            else "; the mean of greedy is further from μ than zero is"
+        )
     seeds = f"{what}, {found['seeds']} seeds"
     return [seeds + (f" ({len(found['left_out'])} not finite)" if found["left_out"] else ""), paper, ours]
 
