@@ -103,6 +103,13 @@ CALLS = {
     "step 0": (lr(0.1, step=0.0), ValueError, r"'lr' has step=0.0: expected a positive number"),
     "step string": (lr(0.1, step="big"), ValueError, r"'lr' has step='big': expected a positive number"),
     "bare number": ({"hypers": {"lr": 0.1}}, TypeError, r"hypers\['lr'\] is 0.1: expected a Hyper, e.g. Hyper\(0.1\)"),
+    "bound string": (lr(0.1, low="0"), TypeError, r"'lr' has low='0': expected a number, or None"),
+    "params number": (lr(0.1, params=3), TypeError, r"'lr' has params=3: expected a pattern such as 'head\.\*'"),
+    "params numbers": (lr(0.1, params=[3]), TypeError, r"'lr' has params=\[3\]: expected a pattern"),
+    "learn string": (lr(0.1, learn="no"), TypeError, r"'lr' has learn='no': expected True or False"),
+    "hypers None": ({"hypers": None}, TypeError, r"hypers=None: expected a dictionary such as \{'lr': Hyper\(0.1\)\}"),
+    "hypers list": ({"hypers": ["lr"]}, TypeError, r"hypers=\['lr'\]: expected a dictionary"),
+    "hypers number key": ({"hypers": {3: lh.Hyper(0.1)}}, TypeError, r"hypers has the key 3: expected a name"),
     "no hypers": ({"hypers": {}}, ValueError, r"hypers is empty"),
     "nothing learnt": (lr(0.1, learn=False), ValueError, r"learn=False everywhere: nothing is left to learn"),
     "empty key": ({"hypers": {"/head": lh.Hyper(0.1)}}, TypeError, r"hypers has the key '/head'"),
@@ -184,6 +191,11 @@ CALLS = {
     "empty list": ({"task": task(train=lambda seed: [])}, ValueError, r"ended after 0 batches"),
     "empty generator": ({"task": task(train=lambda seed: iter(()))}, ValueError, r"ended after 0 batches"),
     "empty val": ({"task": task(val=lambda seed: [])}, ValueError, r"Task.val\(0\) returned no batches"),
+    "val None": (
+        {"task": task(val=lambda seed: None)},
+        TypeError,
+        r"Task.val\(\d+\) returned NoneType: expected a list of batches",
+    ),
     "train no batches": (
         {"task": task(train=lambda seed: None)},
         TypeError,
@@ -221,6 +233,22 @@ CALLS = {
         ValueError,
         r"Task.val_loss returned shape \(3,\).*on a val batch",
     ),
+    "vector metric": (
+        {"task": task(metrics=lambda model, batch: {"right": model(batch[0]).sum(0)})},
+        TypeError,
+        r"Task.metrics returned shape \(3,\) for 'right': expected a number; take the mean",
+    ),
+    "metric word": (
+        {"task": task(metrics=lambda model, batch: {"right": "all"})},
+        TypeError,
+        r"Task.metrics returned 'all' for 'right'",
+    ),
+    "bare metric": (
+        {"task": task(metrics=lambda model, batch: model(batch[0]).mean())},
+        TypeError,
+        r"Task.metrics returned Tensor: expected a dictionary",
+    ),
+    "progress": ({"progress": 3}, TypeError, r"progress=3: expected a function or None"),
     # engines
     "engine string": (
         {"engine": "foward"},
@@ -252,6 +280,37 @@ def test_a_bad_call_is_refused(name):
 def test_the_call_they_all_start_from_is_good():
     assert call().status.ok
     assert call(task=task(loss=learnt), hypers=LOSS_KEYS).status.ok
+
+
+def tune(**changes):
+    """The same through `tune`, whose own checks come first."""
+    given = {"task": task(), "rule": lh.sgd(), "hypers": {"lr": lh.Hyper(0.1)}, "steps": 8, "outer_steps": 1} | changes
+    return lh.tune(given.pop("task"), given.pop("rule"), given.pop("hypers"), **given)
+
+
+OF_TUNE = ["no task", "no rule", "rule uncalled", "hypers None", "hypers list", "hypers number key", "learn string"]
+OF_TUNE += ["val None", "vector metric", "bare metric", "progress"]
+TUNES = {name: CALLS[name] for name in OF_TUNE} | {
+    "seconds": ({"checkpoint_seconds": "30"}, ValueError, r"checkpoint_seconds='30': expected a number of seconds"),
+    "seconds NaN": ({"checkpoint_seconds": math.nan}, ValueError, r"checkpoint_seconds=nan"),
+    "on_step": ({"on_step": 3}, TypeError, r"on_step=3: expected a function or None"),
+}
+
+
+@pytest.mark.parametrize("name", TUNES)
+def test_a_bad_call_of_tune_is_refused_before_anything_is_written(name, tmp_path):
+    changes, error, words = TUNES[name]
+    with pytest.raises(error, match=words):
+        tune(**changes)
+    if "task" not in changes:
+        with pytest.raises(error, match=words):
+            tune(dir=tmp_path / "run", **changes)
+        assert not (tmp_path / "run").exists()
+
+
+def test_retrain_refuses_what_is_no_task():
+    with pytest.raises(TypeError, match=r"task=3: expected a Task"):
+        lh.retrain(3, lh.sgd(), {"lr": lh.Hyper(0.1)}, {"lr": [0.1]}, steps=3)
 
 
 CONSTRUCTORS = {

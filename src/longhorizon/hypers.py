@@ -6,7 +6,7 @@ its steps' hypergradients.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -112,10 +112,12 @@ def check_hypers(hypers: Mapping[str, Hyper], steps: int) -> None:
         raise TypeError(f"steps={steps!r}: expected a whole number of optimizer steps.")
     if steps < 1:
         raise ValueError(f"steps={steps}: a training run needs at least 1 step.")
+    if not isinstance(hypers, Mapping):
+        raise TypeError(f"hypers={hypers!r}: expected a dictionary such as {{'lr': Hyper(0.1)}}.")
     if not hypers:
         raise ValueError("hypers is empty: list at least one hyperparameter to learn, e.g. {'lr': Hyper(0.1)}.")
     for key, hyper in hypers.items():
-        if not argument(str(key)):
+        if not isinstance(key, str) or not argument(key):
             raise TypeError(f"hypers has the key {key!r}: expected a name such as 'lr' or 'lr/head'.")
         if not isinstance(hyper, Hyper):
             raise TypeError(f"hypers[{key!r}] is {hyper!r}: expected a Hyper, e.g. Hyper({_as_float(hyper)}).")
@@ -158,6 +160,9 @@ def _check_one(key: str, hyper: Hyper, steps: int) -> None:
         raise ValueError(f"hyperparameter {key!r} has scale={hyper.scale!r}: expected 'linear' or 'log'.")
     values = hyper.values()
     check_values(key, hyper, values)
+    for name, bound in (("low", hyper.low), ("high", hyper.high)):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, Real)):
+            raise TypeError(f"hyperparameter {key!r} has {name}={bound!r}: expected a number, or None for no bound.")
     low = -math.inf if hyper.low is None else hyper.low
     high = math.inf if hyper.high is None else hyper.high
     if not low < high:
@@ -169,6 +174,13 @@ def _check_one(key: str, hyper: Hyper, steps: int) -> None:
         )
     if hyper.step is not None and not (isinstance(hyper.step, Real) and 0 < float(hyper.step) < math.inf):
         raise ValueError(f"hyperparameter {key!r} has step={hyper.step!r}: expected a positive number.")
+    if not isinstance(hyper.learn, bool):
+        raise TypeError(f"hyperparameter {key!r} has learn={hyper.learn!r}: expected True or False.")
+    if hyper.params is not None and not _is_selector(hyper.params):
+        raise TypeError(
+            f"hyperparameter {key!r} has params={hyper.params!r}: expected a pattern such as 'head.*', several of "
+            "them, or a function (name, tensor) -> bool."
+        )
 
 
 def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[str]:
@@ -184,6 +196,12 @@ def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[s
             f"the model has {', '.join(list(params)[:8])}{' …' if len(params) > 8 else ''}."
         )
     return names
+
+
+def _is_selector(selector: object) -> bool:
+    if callable(selector) or isinstance(selector, str):
+        return True
+    return isinstance(selector, Collection) and all(isinstance(pattern, str) for pattern in selector)
 
 
 def matches(pattern: str, name: str, p: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """One training run, checked and ready: what every engine is handed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -102,8 +102,10 @@ class Problem:
         """The validation loss after `step` steps, without derivatives."""
         seeds.seed_torch(seeds.mix(self.seed, step, seeds.VALIDATE))
         hypers = self.hypers_at(min(step, self.steps) - 1)
-        with torch.no_grad():
-            losses = [self.inner.functional.loss(state.params, state.buffers, b, hypers, "val")[0] for b in self.val]
+        losses = []
+        for i, batch in enumerate(self.val):
+            with torch.no_grad(), self._judging(i, step):
+                losses.append(self.inner.functional.loss(state.params, state.buffers, batch, hypers, "val")[0])
         return torch.stack(losses).mean()
 
     def validate(self, state: State, step: int, compiled: bool = False) -> tuple[Tensor, State, Hypers]:
@@ -123,12 +125,26 @@ class Problem:
             judged = compile.traced(self._pure_judged(), self.inner.cache, "validate", reseed, self._judged)
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         sums = [torch.zeros_like(x) for x in [*real, *hypers.values()]]
-        for batch in self.val:
-            loss, grads = judged(state, batch, hypers)
+        for i, batch in enumerate(self.val):
+            with self._judging(i, step):
+                loss, grads = judged(state, batch, hypers)
             total, sums = total + loss, [s + g for s, g in zip(sums, grads, strict=True)]
         n = len(self.val)
         sums = [s / n for s in sums]
         return total / n, rebuild(sums[: len(real)]), dict(zip(hypers, sums[len(real) :], strict=True))
+
+    @contextmanager
+    def _judging(self, i: int, step: int) -> Iterator[None]:
+        """Say which validation batch failed; only the first was tried before the run, since all would cost too much."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            if i == 0 or isinstance(error, NotDifferentiable | torch.OutOfMemoryError):
+                raise
+            raise RuntimeError(
+                f"Task.val({self.seed}) has a batch {i} (from 0) on which validation failed, after {step} steps of "
+                f"training: {error} Batch 0 was fine; make all of one kind."
+            ) from error
 
     def _judged(self, state: State, batch: Any, hypers: Hypers) -> tuple[Tensor, list[Tensor]]:
         """The loss of a validation batch, and its derivative in the floats of the state and in the hypers."""
@@ -192,10 +208,7 @@ def make_problem(
     Raises:
         TypeError, ValueError: naming the argument, its value and the remedy.
     """
-    if not isinstance(task, Task):
-        raise TypeError(f"task={task!r}: expected a Task.")
-    if not isinstance(rule, Rule):
-        raise TypeError(f"rule={rule!r}: expected a rule such as longhorizon.sgd().")
+    check_parts(task, rule)
     check_hypers(hypers, steps)
     seed = seeds.checked(seed)
     chosen = _chosen_values(hypers, values)
@@ -207,12 +220,24 @@ def make_problem(
     inner = traces.shared(task, inner)
     batches = Batches(task.train, seed, steps)
     seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))
-    val = list(task.val(seed))
+    given = task.val(seed)
+    if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):
+        raise TypeError(f"Task.val({seed}) returned {type(given).__name__}: expected a list of batches.")
+    val = list(given)
     if not val:
         raise ValueError(f"Task.val({seed}) returned no batches: the validation loss needs at least one.")
     problem = Problem(task, rule, dict(hypers), int(steps), seed, chosen, inner, inner.start(), batches, val, traces)
     _check_losses(problem)
+    _check_metrics(problem)
     return problem
+
+
+def check_parts(task: object, rule: object) -> None:
+    """Refuse what is no task or no rule."""
+    if not isinstance(task, Task):
+        raise TypeError(f"task={task!r}: expected a Task.")
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule={rule!r}: expected a rule such as longhorizon.sgd().")
 
 
 @contextmanager
@@ -236,7 +261,7 @@ def _chosen_values(hypers: Mapping[str, Hyper], values: Mapping[str, Any] | None
     return chosen
 
 
-class _Recorder(dict[str, Tensor]):
+class Recorder(dict[str, Tensor]):
     """Hyperparameter values that remember which were read."""
 
     def __init__(self, values: Hypers):
@@ -256,9 +281,10 @@ class _Recorder(dict[str, Tensor]):
 
 
 def _check_losses(problem: Problem) -> None:
-    """Call both losses once: scalar, floating point, and every hyperparameter of the loss is read."""
+    """Call both losses once: scalar, floating point, trainable, and every hyperparameter of the loss is read."""
     functional, state = problem.inner.functional, problem.start
-    recorder = _Recorder(problem.hypers_at(0))
+    params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+    recorder = Recorder(problem.hypers_at(0))
     first = problem.batch(0)
     if problem.batches.is_sequence and not tree.equal(first, problem.batch(0)):
         raise ValueError(
@@ -272,8 +298,8 @@ def _check_losses(problem: Problem) -> None:
         name = "loss" if loss is problem.task.loss else "val_loss"
         problem.seed_step(0)
         generators = seeds.torch_state()
-        with torch.no_grad():
-            value, _ = functional.loss(state.params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
+        with torch.set_grad_enabled(part == "train"):
+            value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
         if part == "train":
             problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
@@ -283,6 +309,11 @@ def _check_losses(problem: Problem) -> None:
                 f"Task.{name} returned shape {tuple(value.shape)}, {value.dtype}, on a {part} batch: "
                 "expected a scalar of floating point; take the mean."
             )
+        if part == "train" and not value.requires_grad:
+            raise NotDifferentiable(
+                "the training loss does not depend on the parameters, so nothing could be trained: remove `detach`, "
+                "`item` or `no_grad` from Task.loss and the model."
+            )
     unread = [k for k in problem.hypers if argument(k) not in problem.rule.defaults and k not in recorder.read]
     if unread:
         known = sorted(recorder.read) + list(problem.rule.defaults)
@@ -290,3 +321,20 @@ def _check_losses(problem: Problem) -> None:
             f"unknown hyperparameter {unread[0]!r}: it is no float argument of {problem.rule.name} and the loss never "
             f"reads it.{nearest(unread[0], known)}"
         )
+
+
+def _check_metrics(problem: Problem) -> None:
+    """Take the metrics once, so that one that cannot be taken is known before the run and not after it."""
+    if problem.task.metrics is None:
+        return
+    state = problem.start
+    buffers = {name: b.clone() for name, b in state.buffers.items()}  # a model may write into its own
+    found: Any = problem.inner.functional.measure(state.params, buffers, problem.val[0])
+    if not isinstance(found, Mapping):
+        raise TypeError(f"Task.metrics returned {type(found).__name__}: expected a dictionary, e.g. {{'accuracy': …}}.")
+    for name, value in found.items():
+        try:
+            float(value)
+        except (TypeError, ValueError, RuntimeError):
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(f"Task.metrics returned {shown} for {name!r}: expected a number; take the mean.") from None

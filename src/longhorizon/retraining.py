@@ -13,7 +13,7 @@ from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
 from longhorizon.inner import State
 from longhorizon.lanes import Lanes, at_once
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import Problem, check_parts, environment, make_problem
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
@@ -73,6 +73,7 @@ def retrain(
         progress: called with (steps done, steps in all) after every step, of all seeds together.
         on_seed: called with a seed and its loss and metrics when its run has been tested.
     """
+    check_parts(task, rule)
     if task.test is None:
         raise ValueError("retrain needs data that nothing has seen: give Task(test=lambda: [batches]).")
     test = task.test

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,7 @@ def tune(
         Interrupted: after Ctrl-C or SIGTERM, when all is saved; call again to go on.
         RunError: if `dir` cannot be used, in one sentence.
     """
+    _check_hooks(checkpoint_seconds, on_step, progress)
     given = {
         "steps": steps,
         "outer_steps": outer_steps,
@@ -141,6 +143,16 @@ def tune(
             _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
         _save_schedules(directory, tuning)
         return _tuned(tuning, history, directory.path)
+
+
+def _check_hooks(checkpoint_seconds: object, on_step: object, progress: object) -> None:
+    """Refuse what would fail only when it is first used."""
+    number = isinstance(checkpoint_seconds, Real) and not isinstance(checkpoint_seconds, bool)
+    if not number or not checkpoint_seconds >= 0:  # type: ignore[operator]
+        raise ValueError(f"checkpoint_seconds={checkpoint_seconds!r}: expected a number of seconds, at least 0.")
+    for name, hook in (("on_step", on_step), ("progress", progress)):
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{name}={hook!r}: expected a function or None.")
 
 
 def settings_of(tuning: Tuning) -> dict[str, Any]:

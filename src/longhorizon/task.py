@@ -17,7 +17,8 @@ class Task:
     Args:
         model: `() -> nn.Module`, called under the run's seed. Parameters that do not require a gradient stay fixed.
         loss: `(model, batch) -> scalar`, or `(model, batch, hypers) -> scalar` if the loss itself has learnt
-            hyperparameters; `hypers` then holds the current value of every entry by its key.
+            hyperparameters; `hypers` then holds the current value of every entry by its key. A third parameter with a
+            default is the loss's own, unless it is called `hypers`.
         train: `(seed) -> batches`, at least as many as the run has steps. A sequence (anything with `__getitem__`) is
             read by step number; an iterable is read in order. Equal seeds must give equal batches.
         val: `(seed) -> list of batches`. The validation loss is the plain mean over them, so make them of equal size.
@@ -67,7 +68,10 @@ def takes_hypers(loss: Loss) -> bool:
     except (TypeError, ValueError):  # a builtin without a signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 3
+    if len(positional) < 3:
+        return False
+    third = positional[2]
+    return third.default is third.empty or third.name == "hypers"  # `weight=0.5` is no place for a dictionary
 
 
 def call_loss(loss: Loss, model: nn.Module, batch: Any, hypers: Mapping[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from longhorizon.engines.entry import check_engine
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import Problem, check_parts, environment, make_problem
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
@@ -93,15 +93,16 @@ class Tuning:
         traces: Traces | None = None,
         saved: dict[str, Any] | None = None,
     ):
-        self.task, self.rule, self.hypers = task, rule, dict(hypers)
+        check_parts(task, rule)
         self.horizons = check_steps(steps)
+        check_hypers(hypers, min(self.horizons))
+        self.task, self.rule, self.hypers = task, rule, dict(hypers)
         self.outer_steps = _at_least_one("outer_steps", outer_steps)
         self.seeds = _at_least_one("seeds", seeds)
         self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
         self.gate = _checked_gate(gate, self.outer)
         check_engine(engine)
         self.engine, self.why, self.seed = engine, "", seeding.checked(seed)
-        check_hypers(hypers, min(self.horizons))
         check_names(rule, hypers, task.has_learnt_loss)
         if saved is None:
             self.index, self.values = 0, {key: hyper.values() for key, hyper in hypers.items()}

@@ -20,7 +20,7 @@ from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
 from longhorizon.engines.clipping import Clip, check_clip, in_words
 from longhorizon.engines.reader import Reader, largest
-from longhorizon.engines.silent import check_buffers, check_twice
+from longhorizon.engines.silent import check_buffers, check_losses, check_twice
 from longhorizon.engines.vjp import pure_step_back, step_back
 from longhorizon.inner import Hypers, State
 from longhorizon.problem import Problem
@@ -125,6 +125,7 @@ class AdjointRun:
             self.state = start
             self.points = {first: start}
             if first == 0:
+                check_losses(problem)
                 _probe(problem, start, first)
         else:
             self._load(saved)

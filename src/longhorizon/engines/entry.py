@@ -66,6 +66,8 @@ def hypergradient(
         >>> round(h.grad["lr"].item(), 12)
         -0.9
     """
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress={progress!r}: expected a function or None.")
     with environment(precision):
         problem = make_problem(task, rule, hypers, steps, seed, values, traces)
         return compute(problem, engine, per_step, progress)

@@ -22,6 +22,7 @@ from longhorizon import compile, tree
 from longhorizon.engines.base import Progress, Watch, explain, finish, nothing
 from longhorizon.engines.clipping import Clip, check_clip, clipped, in_words, share
 from longhorizon.engines.reader import Reader
+from longhorizon.engines.silent import check_losses
 from longhorizon.functional import PlainLosses
 from longhorizon.hypers import window_start
 from longhorizon.inner import Hypers, Inner, State
@@ -95,6 +96,7 @@ class ForwardRun:
             "tangents", problem, len(self.columns), engine.clip is not None, saved and saved.get("meter")
         )
         if saved is None:
+            check_losses(problem, tangents=True)
             self.t, self.state = 0, problem.start
             self.tangents = [leaf.new_zeros((0, *leaf.shape)) for leaf in tree.split(self.state)[0]]
             self._bad = torch.full((len(self.columns),), -1, dtype=torch.int64, device=problem.device)
