@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from longhorizon import seeds
 from longhorizon.engines import Forward, Greedy
-from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, words_of
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, settle, words_of
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
 from longhorizon.rivals.training import Judged, Training, Trains
@@ -110,11 +110,14 @@ def drive(arena: Arena, engine: Any) -> None:
             return
         before = tuning.run.progress.phase if tuning.run is not None else phase
         phase = "train"
+        index, seconds, began = tuning.index, tuning.seconds, time.perf_counter()
         try:
             record = tuning.advance()
         except Exception as error:  # several runs in a row diverged, the model has no such derivative, the user's code
             crash = Judged(status=f"crashed: {words_of(error)}")
-            arena.record(tuning.index, steps, counted, counted, tuning.seconds, crash, plain(tuning.values))
+            counted += before == "train" and tuning.index > index  # after several diverged runs, the step was taken
+            seconds += time.perf_counter() - began
+            arena.record(index, steps, counted, counted, seconds, crash, plain(tuning.values))
             raise GaveUp(words_of(error)) from error
         if before == "train":
             counted += 1
@@ -125,7 +128,11 @@ def drive(arena: Arena, engine: Any) -> None:
             counted = 0
         asked = _asked(arena, counted)
         if record is not None or asked or time.monotonic() - saved_at >= arena.checkpoint_seconds:
-            arena.save("tuning.pt", {"tuning": tuning.save(), "counted": counted})
+            if tuning.problem is not None and record is None:
+                began = time.perf_counter()
+                settle(tuning.problem.device)
+                tuning.seconds += time.perf_counter() - began
+            arena.save("tuning.pt", {"tuning": tuning.save(), "counted": counted})  # off the clock
             saved_at = time.monotonic()
         if asked:
             raise Stop

@@ -19,7 +19,7 @@ from longhorizon import tree
 from longhorizon.engines.base import CHECK_EVERY
 from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem
-from longhorizon.rivals.arena import Arena, Stop, Trial
+from longhorizon.rivals.arena import Arena, Stop, Trial, settle
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting
 from longhorizon.rivals.training import Judged, Training, judged
@@ -194,5 +194,9 @@ class _Row:
             (self.arena.dir / name).unlink(missing_ok=True)
 
     def _save(self) -> None:
+        """Save on the way, off the clock."""
+        settle(self._bad.device)
+        began, seconds = time.perf_counter(), self.seconds()
         content = {"numbers": self.numbers, "steps": self.steps, "t": self.t, "bad": self._bad.clone()}
-        self.arena.save(self.file, content | {"state": tree.pack(self.lanes.state), "seconds": self.seconds()})
+        self.arena.save(self.file, content | {"state": tree.pack(self.lanes.state), "seconds": seconds})
+        self._began += time.perf_counter() - began
