@@ -346,6 +346,31 @@ def test_a_killed_comparison_goes_on_exactly(tmp_path, kind):
     assert without_clock(Ledger(tmp_path / "r/journal.jsonl").all()) == without_clock(calm.evaluations)
 
 
+@pytest.mark.parametrize("method", ["random", "bo", "bohb"])
+@pytest.mark.parametrize("trial", [0, 11])
+def test_a_trial_that_died_between_two_axes_is_the_same_trial(tmp_path, monkeypatch, method, trial):
+    """Among those that are drawn axis by axis, and those that are drawn at once."""
+    import optuna
+
+    steps = {"random": 1, "bo": 1, "bohb": 0.5}[method] * (trial + 1)
+    settings = {"methods": [method], "test": "none", "budget": f"{steps} runs"}
+    calm = compare(**settings).evaluations
+    suggest = optuna.Trial.suggest_float
+
+    def dies(self, name, *given, **more):
+        if self.number == trial and name == "lr[2]":
+            raise KeyboardInterrupt
+        return suggest(self, name, *given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Trial, "suggest_float", dies)
+        with pytest.raises(KeyboardInterrupt):
+            compare(tmp_path / "r", **settings)
+    found = compare(tmp_path / "r", **settings).evaluations
+    assert without_clock(found) == without_clock(calm)
+    assert max(e.trial for e in found) >= trial
+
+
 def _die_at(kind, count):
     """Let this process die at the count-th event."""
     left = count

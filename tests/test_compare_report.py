@@ -10,12 +10,13 @@ import sys
 import time
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import longhorizon as lh
 from longhorizon import cli_compare
 from longhorizon.cli import cli
-from longhorizon.rivals import testing
+from longhorizon.rivals import packaged, testing
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.page import COLOURS, head, regret_figure, words, write_page
@@ -128,6 +129,65 @@ def test_a_choice_that_diverges_when_retrained_has_no_score(tmp_path):
     rows = {row.method: row for row in table(found, tests)}
     assert rows["random"].score is None
     assert words(rows["random"])[1:4] == ["–", "–", "–"]
+
+
+@pytest.mark.parametrize(
+    "random", [{"loss": [None, 0.1], "accuracy": [0.1, 0.9]}, {"loss": [None, 0.1], "accuracy": [0.9]}]
+)
+def test_a_training_whose_loss_is_not_finite_has_no_accuracy(tmp_path, random):
+    """A network of NaNs still guesses one class; and journals may lack the metrics of such a training."""
+    found = told(tmp_path, ROWS)
+    fine = {"loss": [0.1, 0.1], "accuracy": [0.5, 0.6]}
+    tests = [testing.Tested(*e.key, random if e.method == "random" else fine) for e in found if e.best]
+    rows = {row.method: row for row in table(found, tests)}
+    assert rows["random"].score is rows["random"].regret is None
+    assert rows["fds"].score == pytest.approx(0.55)
+    assert scores(found, tests).best == pytest.approx(0.55)
+
+
+def test_diverged_trainings_of_a_test_are_written_down_as_such(monkeypatch):
+    """The second of three, of an optimizer of another package and of a schedule."""
+    made = 0
+
+    class Fails(torch.optim.SGD):
+        def __init__(self, params):
+            nonlocal made
+            super().__init__(params, lr=0.1)
+            made += 1
+            self.bad = made == 4  # one to warm up, one in the search, then the tests
+
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"] if self.bad else ():
+                p.data.fill_(math.nan)
+
+    def retrain(*given, on_seed, **more):
+        return real(
+            *given, on_seed=lambda s, found: on_seed(s, found | {"loss": math.nan} if s == 1 else found), **more
+        )
+
+    real = testing.retrain
+    monkeypatch.setattr(testing, "retrain", retrain)
+    monkeypatch.setitem(packaged.OPTIMIZERS, "prodigy", ("torch", Fails))
+    found = compare(methods=["prodigy", "cosine"], budget="1 runs", test_seeds=3)
+    for tested in found.tests:
+        for name in ("loss", "accuracy"):
+            assert [v is None for v in tested.scores[name]] == [False, True, False], tested
+    assert [row.score for row in found.table()] == [None, None]
+
+
+def test_a_seed_that_found_nothing_is_not_left_out(tmp_path):
+    """Two of three seeds diverged throughout: no score, no line, and no first place for the third."""
+    rows = [("random", seed, 1.0, 10, loss) for seed, loss in enumerate([0.1, math.inf, math.inf])]
+    found = told(tmp_path, rows + [("fds", seed, 1.0, 10, 0.2) for seed in range(3)])
+    accuracy = {"random": 0.95, "fds": 0.9}
+    tests = [testing.Tested(*e.key, {"loss": [0.1], "accuracy": [accuracy[e.method]]}) for e in found if e.best]
+    first, last = table(found, tests)
+    assert (first.method, first.score) == ("fds", pytest.approx(0.9))
+    assert (last.method, last.score, last.deviation, last.regret) == ("random", None, None, None)
+    assert {curve.method: len(curve.times) for curve in curves(found, tests)} == {"random": 0, "fds": 1}
+    with pytest.raises(ValueError, match="against='random': it has chosen nothing that trains"):
+        table(found, tests, against="random")
 
 
 def test_every_method_has_a_colour():

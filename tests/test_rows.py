@@ -6,6 +6,8 @@ import pytest
 
 import longhorizon as lh
 from longhorizon.rivals import rows
+from longhorizon.rivals.arena import Arena, Setup
+from longhorizon.rivals.budget import Budget, Purse
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Ledger
 from longhorizon.rundir import load_tensors, save_tensors
@@ -13,6 +15,7 @@ from rivals_task import STEPS, compare, counted_task, make_task, without_clock
 from test_compare import Stops
 
 METHODS = ["random", "grid", "grid-halving"]
+alone = rows.alone
 
 
 @pytest.fixture
@@ -88,6 +91,67 @@ def test_the_row_of_another_process_is_left_alone(tmp_path, four):
     found = compare(tmp_path / "r", **settings_for("grid")).evaluations
     assert without_clock(found) == without_clock(calm)
     assert list((tmp_path / "r").rglob(rows.FILES)) == [other]
+
+
+@pytest.mark.parametrize("now", [1, 2, 8])
+def test_a_row_goes_on_where_there_is_room_for_fewer_or_more(tmp_path, monkeypatch, four, now):
+    calm = {e.key: e.cost for e in compare(**settings_for("grid")).evaluations}
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(1)), **settings_for("grid"))
+    monkeypatch.setattr(rows, "width", lambda arena: now)
+    monkeypatch.setattr(rows, "alone", alone if now == 1 else None)  # rows that fail would be trained one by one
+    found = compare(tmp_path / "r", **settings_for("grid")).evaluations
+    assert {e.key: e.cost for e in found} == calm
+
+
+def test_a_share_of_a_row_is_charged_its_share_of_the_time(tmp_path, four, monkeypatch):
+    """Three of four were written down; what is left is charged a quarter of the time before, not all of it."""
+    append, left = Ledger.append, [3]
+
+    def dies(self, new):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return append(self, new)
+
+    monkeypatch.setattr(Ledger, "append", dies)
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path / "r", checkpoint_seconds=0.0, **settings_for("grid", budget="4 runs"))
+    monkeypatch.setattr(Ledger, "append", append)
+    (file,) = (tmp_path / "r").rglob(rows.FILES)
+    content = load_tensors(file)["content"]
+    save_tensors(file, {"content": content | {"seconds": 400.0}})
+    found = compare(tmp_path / "r", **settings_for("grid", budget="4 runs")).evaluations
+    assert 100 < found[-1].seconds < 150
+
+
+def test_two_processes_finish_one_row(tmp_path, four):
+    """Each its own trials, from where the row was, whatever the other has saved by then."""
+    calm = compare(**settings_for("grid", budget="4 runs")).evaluations
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(7)), **settings_for("grid", budget="4 runs"))
+    (old,) = (tmp_path / "r").rglob(rows.FILES)
+    save_tensors(old, {"content": load_tensors(old)["content"] | {"seconds": 400.0}})
+    hypers = {key: lh.Hyper(0.1) for key in ("lr", "momentum", "weight_decay")}
+    setup = Setup(make_task(), lh.sgd(), hypers, [STEPS], 3, None, "auto", 1, 2, 1)
+    ledger = Ledger(tmp_path / "r/journal.jsonl")
+    arenas = [Arena(setup, "grid", 0, Purse(Budget(99, "steps"), 0, 0.0), ledger, old.parent) for _ in range(2)]
+    jobs = [rows.Job(e.trial, e.values) for e in calm]
+    one = rows._Row(arenas[0], jobs[0::2], STEPS)
+    one._save()
+    other = rows._Row(arenas[1], jobs[1::2], STEPS)
+    other._save()
+    assert (one.t, other.t) == (7, 7)
+    assert len({one.file, other.file, old.name}) == 3
+    assert one.seconds() + other.seconds() == pytest.approx(400.0, abs=20.0)
+    one.train()
+    one._save()
+    assert rows._Row(arenas[0], jobs[0::2], STEPS).t == STEPS  # its own, which is further than the old one
+    for arena, half in zip(arenas, (jobs[0::2], jobs[1::2]), strict=True):
+        rows.evaluate(arena, half, STEPS)
+    losses = {e.trial: e.val_loss for e in ledger.all()}
+    assert losses == pytest.approx({e.trial: e.val_loss for e in calm}, rel=1e-4)
+    assert not list(old.parent.glob(rows.FILES))
 
 
 @pytest.mark.parametrize("method", ["random", "grid"])

@@ -57,6 +57,17 @@ class Engine(Protocol):
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> Run: ...
 
 
+def trainings(engine: object, values: int) -> int:
+    """At most how many training runs a hypergradient of so many values takes: one, unless the engine says otherwise."""
+    told = getattr(engine, "trainings", None)
+    return 1 if told is None else int(told(values))
+
+
+def side_by_side(run: object) -> int:
+    """How many training runs the next `advance` takes a step further: one, unless the run says otherwise."""
+    return int(getattr(run, "side_by_side", 1))
+
+
 class Watch:
     """Training losses, and the first step at which something was not finite.
 

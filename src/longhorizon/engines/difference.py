@@ -41,6 +41,10 @@ class FiniteDifference:
     def __str__(self) -> str:
         return "central differences"
 
+    def trainings(self, values: int) -> int:
+        """Training runs for so many learnt values."""
+        return 1 + 2 * (values if self.only is None else sum(map(len, self.only.values())))
+
     def windows(self, problem: Problem, key: str) -> Sequence[int]:
         """Which values of a key are shifted."""
         every = range(problem.hypers[key].windows)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from longhorizon import seeds, tree
 from longhorizon.engines.base import CHECK_EVERY, Progress, Watch, check_repeated, finish, nothing
-from longhorizon.engines.design import folded
+from longhorizon.engines.design import folded, hadamard
 from longhorizon.hypers import argument, nearest, step_size
 from longhorizon.inner import State
 from longhorizon.lanes import Lanes, at_once
@@ -75,6 +75,15 @@ class Factorial:
 
     def __str__(self) -> str:
         return "smoothed differences"
+
+    def at_least(self, values: int) -> int:
+        """Pairs for so many shifted values, before they are rounded up to a design."""
+        return values + SPARE if self.pairs is None else self.pairs
+
+    def trainings(self, values: int) -> int:
+        """Training runs for so many learnt values."""
+        values = values if self.only is None else sum(map(len, self.only.values()))
+        return 1 + 2 * len(hadamard(max(values, self.at_least(values))))
 
     def shifted(self, problem: Problem) -> list[tuple[str, int]]:
         """The values that are shifted, as (key, window)."""
@@ -136,8 +145,7 @@ class FactorialRun:
     ):
         self.engine, self.problem = engine, problem
         self.columns, self.levels = engine.shifted(problem), engine.levels(problem)
-        pairs = len(self.columns) + SPARE if engine.pairs is None else engine.pairs
-        self.signs = folded(len(self.columns), pairs, problem.seed)
+        self.signs = folded(len(self.columns), engine.at_least(len(self.columns)), problem.seed)
         self.total = 1 + 2 * len(self.signs)
         self.watch = Watch(problem, saved and saved["watch"])
         self.losses: list[Tensor] = list(saved["losses"]) if saved else []
@@ -164,6 +172,10 @@ class FactorialRun:
         steps = self.problem.steps
         under_way = 0 if self.done else self.t * len(self._group)
         return Progress("train", len(self.losses) * steps + under_way, self.total * steps)
+
+    @property
+    def side_by_side(self) -> int:
+        return len(self._group)
 
     def advance(self) -> None:
         steps = self.problem.steps

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from longhorizon.engines.adjoint import Adjoint
-from longhorizon.engines.base import Progress, Run
+from longhorizon.engines.base import Progress, Run, side_by_side
 from longhorizon.engines.factorial import Factorial, FactorialRun
 from longhorizon.engines.forward import Forward
 from longhorizon.meter import Meter
@@ -46,6 +46,10 @@ class Hybrid:
         """The engine for doubted values."""
         return Factorial(self.distance, self.pairs, only=only)
 
+    def trainings(self, values: int) -> int:
+        """At most how many training runs; one where nothing is doubted."""
+        return self.smoothed().trainings(values)
+
     def begin(self, problem: Problem, saved: dict[str, Any] | None = None) -> "HybridRun":
         self.smoothed().levels(problem)  # refuses a bad distance before any work
         return HybridRun(self, problem, saved)
@@ -76,6 +80,10 @@ class HybridRun:
     @property
     def progress(self) -> Progress:
         return self.run.progress
+
+    @property
+    def side_by_side(self) -> int:
+        return side_by_side(self.run)
 
     def advance(self) -> None:
         self.run.advance()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longhorizon.engines import Engine
 from longhorizon.hypers import Hyper
 from longhorizon.problem import Problem, make_problem
@@ -225,10 +227,10 @@ class Trial:
             try:
                 self.arena.pulse(training.t)
             except Stop:
-                self._save(*self._so_far())
+                self._checkpoint()
                 raise
             if training.t < step and time.monotonic() - saved_at >= self.arena.checkpoint_seconds:
-                self._save(*self._so_far())
+                self._checkpoint()
                 saved_at = time.monotonic()
         return judge(training)
 
@@ -242,7 +244,7 @@ class Trial:
         # Killed between an evaluation and its checkpoint: that stretch is repeated, and not charged again.
         while self.training.t < self.since and self.training.failed is None:
             self.training.advance()
-            self._first = self.arena.counter.steps
+            self._began, self._first = time.perf_counter(), self.arena.counter.steps
         return self.training
 
     def _so_far(self) -> tuple[float, int]:
@@ -254,6 +256,20 @@ class Trial:
         if self.training is not None:
             content = {"training": self.training.save(), "since": self.since, "seconds": seconds, "counted": counted}
             self.arena.save(self.file, content)
+
+    def _checkpoint(self) -> None:
+        """Save on the way, off the clock."""
+        assert self.training is not None
+        settle(self.training.problem.device)
+        began = time.perf_counter()
+        self._save(*self._so_far())
+        self._began += time.perf_counter() - began
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what an accelerator has been given: it is work of the method, not of whoever reads the result next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def words_of(error: Exception) -> str:

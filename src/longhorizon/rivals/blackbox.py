@@ -186,8 +186,21 @@ class BlackBox:
             trial, reported = study.ask(), {}
         else:
             trial, reported = OptunaTrial(study, among[number]._trial_id), among[number].intermediate_values
+            _catch_up(study, trial, among[number], [axis.name for axis in space])
         chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
         return trial, setting_of(arena.setup.hypers, chosen, space), reported
+
+
+def _catch_up(study: Any, trial: Any, saved: Any, names: Sequence[str]) -> None:
+    """Of a trial that was killed between two axes, draw the first ones again, unused: the sampler's stream goes on."""
+    from optuna import pruners
+
+    if all(name in saved.params for name in names):
+        return
+    relative = trial.relative_params  # drawn before all others, together
+    for name, distribution in saved.distributions.items():
+        if name not in relative and not distribution.single():
+            study.sampler.sample_independent(pruners._filter_study(study, saved), saved, name, distribution)
 
 
 def _ceiling(study: Any, arena: Arena, setting: Setting, number: int, training: Trains | None = None) -> float:

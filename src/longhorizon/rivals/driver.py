@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,8 +266,10 @@ class _Run:
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:
     """Refuse a budget that does not pay for one trial of every method."""
-    dearest = max(methods, key=lambda m: m.least(setup))
-    need = dearest.least(setup)
+    # Of steps the most that a trial may take; of seconds what any takes, as smoothed differences may take one run only.
+    asked = setup if limit.unit == "steps" else replace(setup, engine="auto")
+    dearest = max(methods, key=lambda m: m.least(asked))
+    need = dearest.least(asked)
     if limit.unit == "steps":
         if limit.amount < need:
             raise ValueError(

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from longhorizon import seeds
 from longhorizon.engines import Forward, Greedy
-from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, words_of
+from longhorizon.engines.base import trainings
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, settle, words_of
+from longhorizon.rivals.counting import Counted
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
 from longhorizon.rivals.training import Judged, Training, Trains
@@ -55,7 +57,7 @@ class Fds(Method):
     name = "fds"
 
     def least(self, setup: Setup) -> int:
-        return setup.horizons[0] * setup.seeds
+        return setup.horizons[0] * setup.seeds * _trainings(as_in_the_paper(setup.engine), setup)
 
     def run(self, arena: Arena) -> None:
         drive(arena, as_in_the_paper(arena.setup.engine))
@@ -82,6 +84,10 @@ def as_in_the_paper(engine: Any) -> Any:
     return Forward(clip=10.0) if engine == "auto" else engine
 
 
+def _trainings(engine: Any, setup: Setup) -> int:
+    return trainings(engine, sum(hyper.windows for hyper in setup.hypers.values() if hyper.learn))
+
+
 def drive(arena: Arena, engine: Any) -> None:
     """Take outer steps until they end or the purse does; each is an evaluation of the values it began at."""
     setup = arena.setup
@@ -100,32 +106,36 @@ def drive(arena: Arena, engine: Any) -> None:
         traces=arena.traces,
         saved=saved and saved["tuning"],
     )
+    tuning.engine = Counted(engine, arena.counter)
+    runs = _trainings(engine, setup)
     journal = RunDirectory(arena.dir)  # what each outer step saw and doubted, as in a run of `tune`
-    counted: int = saved["counted"] if saved else 0  # in the outer step in progress
-    phase = _phase(saved["tuning"]["run"]) if saved else "train"
+    first = arena.counter.steps - (saved["counted"] if saved else 0)  # where the outer step in progress began
     saved_at = time.monotonic()
     while not tuning.done:
         steps = tuning.horizon(tuning.index)
-        if not arena.purse.allows(steps * setup.seeds) and arena.found(tuning.index, steps) is None:
+        if not arena.purse.allows(steps * setup.seeds * runs) and arena.found(tuning.index, steps) is None:
             return
-        before = tuning.run.progress.phase if tuning.run is not None else phase
-        phase = "train"
+        index, seconds, began = tuning.index, tuning.seconds, time.perf_counter()
         try:
             record = tuning.advance()
         except Exception as error:  # several runs in a row diverged, the model has no such derivative, the user's code
             crash = Judged(status=f"crashed: {words_of(error)}")
-            arena.record(tuning.index, steps, counted, counted, tuning.seconds, crash, plain(tuning.values))
+            counted = arena.counter.steps - first
+            seconds += time.perf_counter() - began
+            arena.record(index, steps, counted, counted, seconds, crash, plain(tuning.values))
             raise GaveUp(words_of(error)) from error
-        if before == "train":
-            counted += 1
-            arena.counter.steps += 1
+        counted = arena.counter.steps - first
         if record is not None:
-            _record(arena, record, counted)
+            _record(arena, record, counted, runs)
             journal.append(record)
-            counted = 0
+            first, counted = arena.counter.steps, 0
         asked = _asked(arena, counted)
         if record is not None or asked or time.monotonic() - saved_at >= arena.checkpoint_seconds:
-            arena.save("tuning.pt", {"tuning": tuning.save(), "counted": counted})
+            if tuning.problem is not None and record is None:
+                began = time.perf_counter()
+                settle(tuning.problem.device)
+                tuning.seconds += time.perf_counter() - began
+            arena.save("tuning.pt", {"tuning": tuning.save(), "counted": counted})  # off the clock
             saved_at = time.monotonic()
         if asked:
             raise Stop
@@ -148,9 +158,10 @@ def _whole(arena: Arena, tuning: Tuning) -> None:
     one.forget()
 
 
-def _record(arena: Arena, record: OuterStep, counted: int) -> None:
+def _record(arena: Arena, record: OuterStep, counted: int, runs: int) -> None:
     fine = record.status == "ok"
-    cost = record.steps * len(record.seeds) if fine else counted  # a run that ended early is charged what it took
+    # A run that ended early, and an engine that may take several runs, are charged what they took.
+    cost = record.steps * len(record.seeds) if fine and runs == 1 else counted
     loss = record.val_loss if math.isfinite(record.val_loss) else math.inf
     status = record.status if fine or math.isfinite(loss) else f"diverged: {record.status}"
     values: Setting = plain(record.values)
@@ -165,11 +176,6 @@ def _asked(arena: Arena, done: int) -> bool:
     except Stop:
         return True
     return False
-
-
-def _phase(run: Any) -> str:
-    """What a saved run was about to do."""
-    return "train" if run is None else str((run.get("sweep") or run.get("run") or run).get("phase", "train"))
 
 
 class HypergradientDescent(Method):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -81,8 +80,11 @@ def own_settings(setup: Setup) -> Setting:
 
 def retrain_packaged(
     setup: Setup, name: str, seeds: Sequence[int], progress: Callable[[int, int], None] | None = None
-) -> dict[str, list[float]]:
-    """Test loss and metrics after training on all data but the test set, per seed, as `retrain` does it."""
+) -> dict[str, list[float | None]]:
+    """Test loss and metrics after training on all data but the test set, per seed, as `retrain` does it.
+
+    A training that diverged has an infinite loss, and None for every metric.
+    """
     from longhorizon.rivals.space import hypers_for
 
     task = setup.task
@@ -90,7 +92,7 @@ def retrain_packaged(
     test = task.test
     whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
     hypers = hypers_for(own_settings(setup), setup.hypers, setup.rule, setup.steps)
-    found: dict[str, list[Any]] = {}
+    judgements = []
     with environment():
         for number, seed in enumerate(seeds):
             problem = make_problem(whole, setup.rule, hypers, setup.steps, seed)
@@ -99,7 +101,9 @@ def retrain_packaged(
                 training.advance()
                 if progress is not None:
                     progress(number * setup.steps + training.t, len(seeds) * setup.steps)
-            judged = judge(training)
-            for what, value in {"loss": judged.val_loss, **judged.metrics}.items():
-                found.setdefault(what, []).append(value)
-    return found
+            judgements.append(judge(training))
+    names = dict.fromkeys(name for judged in judgements for name in judged.metrics)
+    return {
+        "loss": [judged.val_loss for judged in judgements],
+        **{name: [judged.metrics.get(name) for judged in judgements] for name in names},
+    }

@@ -156,7 +156,8 @@ def _methods(rows: Sequence[Row]) -> str:
         html_table([html.escape(h) for h in head(rows)], cells, numeric=range(1, 8)),
         "What each method's last choice is worth after training on all training data: mean and standard deviation "
         "between single trainings. Regret counts as zero within one standard deviation of the best setting. Time, "
-        "inner steps, trials and failures (diverged or crashed) are means over seeds.",
+        "inner steps, trials and failures (diverged or crashed) are means over seeds. A dash for the score: with some "
+        "seed nothing was found that trains, or a training of its choice diverged.",
     )
 
 

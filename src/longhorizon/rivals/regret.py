@@ -53,7 +53,7 @@ class Row:
     """One method in the table."""
 
     method: str
-    score: float | None  # of what it chose in the end, mean over seeds and trainings
+    score: float | None  # of what it chose in the end, mean over seeds and trainings; None if any seed has nothing
     deviation: float | None  # between single trainings, of all seeds
     score_name: str
     regret: float | None
@@ -72,17 +72,17 @@ def scores(evaluations: Sequence[Evaluation], tests: Sequence[Tested], against: 
     chosen = incumbents(evaluations)
     if not chosen:
         return None
-    tested = {t.key: t.scores for t in tests if t.scores}
+    tested = {t.key: t for t in tests if t.scores}
     complete = all(e.key in tested for e in chosen)
     if complete:
-        names = list(dict.fromkeys(name for e in chosen for name in tested[e.key]))
+        names = list(dict.fromkeys(name for e in chosen for name in tested[e.key].scores))
     else:
         names = ["loss", *dict.fromkeys(name for e in chosen for name in e.metrics)]
     name = next((n for n in names if "accuracy" in n.lower()), "loss")
     lower = name == "loss"
     of, singles = {}, {}
     for e in chosen:
-        found = tested[e.key].get(name, []) if complete else [e.val_loss if lower else e.metrics.get(name)]
+        found = tested[e.key].single(name) if complete else [e.val_loss if lower else e.metrics.get(name)]
         known = [v for v in found if v is not None and math.isfinite(v)]
         diverged = len(known) < len(found) or not known
         of[e.key] = -math.inf if diverged else -mean(known) if lower else mean(known)
@@ -91,9 +91,11 @@ def scores(evaluations: Sequence[Evaluation], tests: Sequence[Tested], against: 
         tops = [max(of, key=lambda key: of[key])]
     else:
         tops = list({e.seed: e.key for e in chosen if e.method == against}.values())
-        if not tops or not all(math.isfinite(of[key]) for key in tops):
+        seeds = {e.seed for e in evaluations if e.method == against}
+        if not tops or len(tops) < len(seeds) or not all(math.isfinite(of[key]) for key in tops):
             raise ValueError(
-                f"against={against!r}: it has chosen nothing that trains; run it, or measure from the best."
+                f"against={against!r}: it has chosen nothing that trains, or not with every seed; run it, or measure "
+                "from the best."
             )
     single = [v for key in tops for v in singles[key]]
     tolerance = stdev(single) if len(single) > 1 else 0.0
@@ -120,11 +122,16 @@ def curves(
     if known is None:
         return []
     ends: dict[str, float] = {}
+    seeds: dict[str, set[int]] = {}
     for e in evaluations:
         at = e.total_seconds if clock == "seconds" else float(e.total_steps)
         ends[e.method] = max(ends.get(e.method, 0.0), at)
+        seeds.setdefault(e.method, set()).add(e.seed)
     made = []
     for method, by_seed in paths(evaluations, clock).items():
+        if len(by_seed) < len(seeds[method]):  # a mean over those that found something would flatter it
+            made.append(Curve(method, [], [], []))
+            continue
         begin = max(path[0][0] for path in by_seed.values())
         events = {at for path in by_seed.values() for at, _ in path if at >= begin}
         times = sorted(events | {ends[method]})
@@ -150,7 +157,8 @@ def table(evaluations: Sequence[Evaluation], tests: Sequence[Tested], against: s
         if known is not None and finals:
             single = _single(finals, by_key, known)
             good = [v for v in single if v is not None]
-            if good and len(good) == len(single):
+            # Seeds that found nothing, and choices that diverge, have no score; a mean over the others would flatter.
+            if good and len(good) == len(single) and len(finals) == len(seeds):
                 score, deviation = mean(good), stdev(good) if len(good) > 1 else 0.0
                 regret = known.best - mean(known.of[e.key] for e in finals)
             for path in by_seed.values():
@@ -193,7 +201,7 @@ def _single(
     """The score of every single training of what a method chose in the end; None where one diverged."""
     what, name = known.name.split(" ", 1)
     if what == "test":
-        return [v for e in finals for v in tests[e.key].scores.get(name, [None])]
+        return [v for e in finals for v in tests[e.key].single(name) or [None]]
     return [e.val_loss if name == "loss" else e.metrics.get(name) for e in finals]
 
 

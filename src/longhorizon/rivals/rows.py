@@ -19,12 +19,13 @@ from longhorizon import tree
 from longhorizon.engines.base import CHECK_EVERY
 from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem
-from longhorizon.rivals.arena import Arena, Stop, Trial
+from longhorizon.rivals.arena import Arena, Stop, Trial, settle
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting
 from longhorizon.rivals.training import Judged, Training, judged
+from longhorizon.rundir import RunError
 
-FILES = "row-*.pt"  # rows in progress, each named by its first trial: several processes may share the folder
+FILES = "row-*.pt"  # rows in progress, each named by its trials: several processes may share the folder, or a row
 WIDTH = 8  # trials at once; a number of its own is a compilation of its own
 
 
@@ -56,7 +57,7 @@ def evaluate(arena: Arena, jobs: Sequence[Job], steps: int) -> None:
     rows += [rest[i : i + width(arena)] for i in range(0, len(rest), width(arena))]
     for row in rows:
         while row:
-            size = len(row)
+            size = min(len(row), width(arena))  # a saved row may come from a device with room for more
             while size and not arena.purse.allows(size * steps):
                 size -= 1
             if not size:
@@ -69,9 +70,18 @@ def evaluate(arena: Arena, jobs: Sequence[Job], steps: int) -> None:
 
 
 def _interrupted(arena: Arena, steps: int) -> list[tuple[str, dict[str, Any]]]:
-    """Rows of this length that were saved on their way, by the name of their file."""
-    found = [(path.name, arena.load(path.name)) for path in sorted(arena.dir.glob(FILES))]
-    return [(name, saved) for name, saved in found if saved is not None and saved["steps"] == steps]
+    """Rows of this length that were saved on their way, by the name of their file; the furthest first."""
+    found = []
+    for path in sorted(arena.dir.glob(FILES)):
+        try:
+            saved = arena.load(path.name)
+        except RunError:
+            if path.exists():
+                raise
+            continue  # another process has just finished it
+        if saved is not None and saved["steps"] == steps:
+            found.append((path.name, saved))
+    return sorted(found, key=lambda row: -row[1]["t"])
 
 
 def recompile(arena: Arena) -> None:
@@ -117,7 +127,7 @@ def _row(arena: Arena, jobs: list[Job], steps: int) -> None:
             arena.counter.steps += taken
             arena.record(job.number, steps, taken, taken, seconds + job.seconds, verdict, job.setting)
     if row is not None:
-        (arena.dir / row.file).unlink(missing_ok=True)
+        row.forget()
 
 
 class _Row:
@@ -131,11 +141,14 @@ class _Row:
         self.t, self._before = 0, 0.0
         self._bad = torch.full((len(jobs),), -1, dtype=torch.int64, device=device)  # the first step that was not finite
         self.lanes = Lanes(self.problems, count=width(arena), steps=arena.setup.steps)
-        self.file = FILES.replace("*", f"{self.numbers[0]:05d}")
+        # Other trials of the row that it is taken up from may be another process's: that file stays as it is.
+        self.file = FILES.replace("*", "-".join(f"{number:05d}" for number in self.numbers))
+        self._from: tuple[str, list[int]] = self.file, self.numbers
         for name, saved in _interrupted(arena, steps):
             if set(self.numbers) <= set(saved["numbers"]):
-                self.file = name
+                self._from = name, saved["numbers"]
                 self._take_up(saved)
+                break
 
     def _take_up(self, saved: dict[str, Any]) -> None:
         """Go on from where a row was that held these trials, and perhaps others that are done."""
@@ -144,7 +157,8 @@ class _Row:
         state = tree.unpack(self.lanes.state, saved["state"])
         chosen = tree.map(lambda x: x[lanes] if isinstance(x, Tensor) else x, state)
         self.lanes = Lanes(self.problems, chosen, width(self.arena), self.arena.setup.steps)
-        self.t, self._before, self._bad = saved["t"], saved["seconds"], saved["bad"][places].to(self._bad.device)
+        self.t, self._bad = saved["t"], saved["bad"][places].to(self._bad.device)
+        self._before = saved["seconds"] * len(places) / len(saved["numbers"])  # the others are charged theirs
 
     def train(self) -> list[tuple[int, Judged]]:
         """Steps taken and verdict of each."""
@@ -172,6 +186,17 @@ class _Row:
     def seconds(self) -> float:
         return self._before + time.perf_counter() - self._began
 
+    def forget(self) -> None:
+        """Remove its file, and that of the row it was taken up from when nobody needs it any more."""
+        (self.arena.dir / self.file).unlink(missing_ok=True)
+        name, numbers = self._from
+        if all(self.arena.found(number, self.steps) is not None for number in numbers):
+            (self.arena.dir / name).unlink(missing_ok=True)
+
     def _save(self) -> None:
+        """Save on the way, off the clock."""
+        settle(self._bad.device)
+        began, seconds = time.perf_counter(), self.seconds()
         content = {"numbers": self.numbers, "steps": self.steps, "t": self.t, "bad": self._bad.clone()}
-        self.arena.save(self.file, content | {"state": tree.pack(self.lanes.state), "seconds": self.seconds()})
+        self.arena.save(self.file, content | {"state": tree.pack(self.lanes.state), "seconds": seconds})
+        self._began += time.perf_counter() - began

@@ -5,9 +5,11 @@ come to is trained once.
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +39,13 @@ class Tested:
     @property
     def key(self) -> tuple[str, int, int, int]:
         return (self.method, self.seed, self.trial, self.steps)
+
+    def single(self, name: str) -> list[float | None]:
+        """A score of every training; None where its loss is not finite, whatever accuracy such a model has."""
+        found = self.scores.get(name, [])
+        losses = self.scores.get("loss", found)
+        pairs = zip_longest(losses, found)
+        return [v if v is not None and loss is not None and math.isfinite(loss) else None for loss, v in pairs]
 
 
 def read_tests(path: Path) -> list[Tested]:
@@ -107,7 +116,7 @@ def _test(
 
         def done(seed: int, scores: dict[str, float]) -> None:
             for name, value in plain(scores).items():
-                found.setdefault(name, []).append(value)
+                found.setdefault(name, []).append(value if math.isfinite(scores["loss"]) else None)
             partial = begun.with_suffix(".part")
             partial.write_text(json.dumps({"key": list(e.key), "scores": found}))
             os.replace(partial, begun)
