@@ -38,9 +38,9 @@ class Factorial:
     """Slopes over a finite distance, from plain training runs in which all values are shifted at once.
 
     Choose it where `Forward` and `Adjoint` are doubted: high learning rates, long runs. It knows how sure it is:
-    `Hypergradient.error`. It asks nothing of the model but a loss. Cost: one plain training run, and two per pair; 25
-    for five to nine values. It is a slope over a distance, not a derivative: for a loss without roughness the error
-    falls with the square of the distance.
+    `Hypergradient.error`. It asks nothing of the model but a loss. Cost: one plain training run, and two per pair; 17
+    for five values, 25 for nine. It is a slope over a distance, not a derivative: for a loss without roughness the
+    error falls with the square of the distance.
 
     Args:
         distance: how far each value is shifted. A number is a fraction of γ, the outer step (`Hyper.step`; in `tune`
