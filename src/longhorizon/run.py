@@ -29,6 +29,9 @@ from longhorizon.tuning import Gates, OuterStep, Tuning
 MEASURED = "hessian_product_error"  # in the record of the environment
 
 
+AGAIN = ", where the same call goes on"
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop; everything is saved."""
 
@@ -204,7 +207,7 @@ def _drive(
             if asked and not tuning.done:
                 where = f"at outer step {tuning.index + 1} of {tuning.outer_steps}"
                 place = directory.path if directory else ""
-                raise Interrupted(f"stopped {where}; all is saved in {place}, where the same call goes on")
+                raise Interrupted(f"stopped {where}; all is saved in {place}{AGAIN}")
 
 
 @contextmanager
