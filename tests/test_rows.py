@@ -59,9 +59,9 @@ def test_a_stopped_row_goes_on_exactly(tmp_path, method, four):
     assert not list((tmp_path / "r").rglob(rows.FILES))
 
 
-def test_a_row_that_died_while_it_was_written_down_goes_on_with_the_rest(tmp_path, four, monkeypatch):
-    calm = compare(**settings_for("random")).evaluations
-    append, left = Ledger.append, [2]
+def killed_after(lines, directory, **settings):
+    """A comparison that dies when so many evaluations have been written down."""
+    append, left = Ledger.append, [lines]
 
     def dies(self, new):
         left[0] -= 1
@@ -69,10 +69,15 @@ def test_a_row_that_died_while_it_was_written_down_goes_on_with_the_rest(tmp_pat
             raise KeyboardInterrupt
         return append(self, new)
 
-    monkeypatch.setattr(Ledger, "append", dies)
-    with pytest.raises(KeyboardInterrupt):
-        compare(tmp_path / "r", checkpoint_seconds=0.0, **settings_for("random"))
-    monkeypatch.setattr(Ledger, "append", append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "append", dies)
+        with pytest.raises(KeyboardInterrupt):
+            compare(directory, checkpoint_seconds=0.0, **settings)
+
+
+def test_a_row_that_died_while_it_was_written_down_goes_on_with_the_rest(tmp_path, four):
+    calm = compare(**settings_for("random")).evaluations
+    killed_after(2, tmp_path / "r", **settings_for("random"))
     assert len(Ledger(tmp_path / "r/journal.jsonl").all()) == 2
     assert list((tmp_path / "r").rglob(rows.FILES))
     found = compare(tmp_path / "r", **settings_for("random")).evaluations
@@ -104,20 +109,9 @@ def test_a_row_goes_on_where_there_is_room_for_fewer_or_more(tmp_path, monkeypat
     assert {e.key: e.cost for e in found} == calm
 
 
-def test_a_share_of_a_row_is_charged_its_share_of_the_time(tmp_path, four, monkeypatch):
+def test_a_share_of_a_row_is_charged_its_share_of_the_time(tmp_path, four):
     """Three of four were written down; what is left is charged a quarter of the time before, not all of it."""
-    append, left = Ledger.append, [3]
-
-    def dies(self, new):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return append(self, new)
-
-    monkeypatch.setattr(Ledger, "append", dies)
-    with pytest.raises(KeyboardInterrupt):
-        compare(tmp_path / "r", checkpoint_seconds=0.0, **settings_for("grid", budget="4 runs"))
-    monkeypatch.setattr(Ledger, "append", append)
+    killed_after(3, tmp_path / "r", **settings_for("grid", budget="4 runs"))
     (file,) = (tmp_path / "r").rglob(rows.FILES)
     content = load_tensors(file)["content"]
     save_tensors(file, {"content": content | {"seconds": 400.0}})

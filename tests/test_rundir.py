@@ -159,9 +159,10 @@ def test_what_is_refused_leaves_the_directory_free(tmp_path, settings, words):
 
 
 def test_a_whole_number_is_the_same_setting_as_its_float(tmp_path):
-    for growth, step in ((2, 1), (2.0, 1.0)):
+    for count, growth, step in ((1, 2, 1), (2, 2.0, 1.0)):
         hypers = {"lr": lh.Hyper(0.0, step=step)}
-        tune(dir=tmp_path / "r", outer_steps=1, outer=lh.SignDescent(growth=growth), hypers=hypers)
+        run = tune(dir=tmp_path / "r", outer_steps=count, outer=lh.SignDescent(growth=growth), hypers=hypers)
+        assert len(run.history) == count  # it went on
 
 
 def test_another_recipe_in_the_directory_is_refused_by_name(tmp_path):

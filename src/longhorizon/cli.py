@@ -24,7 +24,6 @@ from longhorizon.console import Display, make_display, numbers
 from longhorizon.hypers import nearest
 from longhorizon.offtheshelf import train_off_the_shelf
 from longhorizon.recipe import Recipe, RecipeError
-from longhorizon.run import AGAIN
 from longhorizon.tuning import OuterStep, Tuning, plain
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
@@ -300,7 +299,7 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
         )
     except lh.Interrupted as stop:
         display.stop()
-        raise lh.Interrupted(f"{str(stop).removesuffix(AGAIN)}; go on with: longhorizon resume {path}") from None
+        raise lh.Interrupted(stop.where, f"go on with: longhorizon resume {path}") from None
     finally:
         display.stop()
         for recorder in recorders:

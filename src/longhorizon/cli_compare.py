@@ -138,7 +138,7 @@ def run(
         )
     except lh.Interrupted as stop:
         show.stop()
-        raise lh.Interrupted(f"{stop}; go on with: longhorizon resume {path}") from None
+        raise lh.Interrupted(stop.where, f"go on with: longhorizon resume {path}") from None
     except (TypeError, ValueError) as error:
         raise RecipeError(str(error)) from error
     finally:

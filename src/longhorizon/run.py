@@ -29,11 +29,17 @@ from longhorizon.tuning import Gates, OuterStep, Tuning
 MEASURED = "hessian_product_error"  # in the record of the environment
 
 
-AGAIN = ", where the same call goes on"
-
-
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop; everything is saved."""
+    """The run was asked to stop; everything is saved.
+
+    Args:
+        where: it stopped, and what is saved.
+        how: to go on.
+    """
+
+    def __init__(self, where: str, how: str = ""):
+        super().__init__(f"{where}; {how}" if how else where)
+        self.where = where
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,7 @@ def _drive(
             if asked and not tuning.done:
                 where = f"at outer step {tuning.index + 1} of {tuning.outer_steps}"
                 place = directory.path if directory else ""
-                raise Interrupted(f"stopped {where}; all is saved in {place}{AGAIN}")
+                raise Interrupted(f"stopped {where}; all is saved in {place}", "the same call goes on")
 
 
 @contextmanager
