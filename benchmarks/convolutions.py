@@ -12,11 +12,10 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, environment
+from environment import RESULTS, environment, folder
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -117,7 +116,7 @@ def one_column(t: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
+    parser.add_argument("--to", type=folder, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     rows = []
     for channels, outputs, side, kind in SIZES:
@@ -141,7 +140,7 @@ def main() -> None:
     content = {"environment": environment("cuda"), "settings": {"columns": COLUMNS, "images": COUNT}, "rows": rows}
     content["environment"].pop("tf32", None)  # type: ignore[union-attr]
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    Path(args.to, "convolutions.json").write_text(text)
+    (args.to / "convolutions.json").write_text(text)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ import argparse
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, environment
+from environment import RESULTS, environment, folder
 
 import longhorizon as lh
 from longhorizon import data
@@ -102,7 +101,7 @@ def main() -> None:
     parser.add_argument("--precision", default="float32", choices=["float32", "tf32"])
     parser.add_argument("--loop-steps", type=int, default=100)
     parser.add_argument("--engines", default="adjoint,forward")
-    parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
+    parser.add_argument("--to", type=folder, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     began = time.perf_counter()
     share = 0.05 if args.data != "digits" else 0.2
@@ -147,7 +146,7 @@ def main() -> None:
         print(f"{name}: {row['faster_than_loop']:.1f} times the loop ({loop:.1f} s)")
     content |= {"loop_extrapolated_s": loop, "rows": rows}
     name = f"end_to_end_{args.model}_{args.device}{'_tf32' if args.precision == 'tf32' else ''}.json"
-    Path(args.to, name).write_text(json.dumps(content, indent=1) + "\n")
+    (args.to / name).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

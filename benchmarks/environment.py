@@ -1,5 +1,6 @@
 """Where a figure was measured: versions, processor, commit. No names of machines, people or folders."""
 
+import argparse
 import os
 import platform
 import subprocess
@@ -41,6 +42,16 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+" if [line for line in changed.splitlines() if "results/" not in line] else "")
+
+
+def folder(text: str) -> Path:
+    """A folder of results, made when the command line is read: an hour of measuring is not lost to a missing one."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be made a folder: {error.strerror}") from None
+    return path
 
 
 def _git(*args: str, cwd: Path) -> str:

@@ -14,12 +14,11 @@ Results: benchmarks/results/horizon_MODEL_DEVICE.json, written after every lengt
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import step_cost as base
 import torch
-from environment import RESULTS, environment
+from environment import RESULTS, environment, folder
 
 import longhorizon as lh
 from longhorizon.engines.entry import compute
@@ -65,7 +64,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lengths", default="100,1000,10000,100000")
     parser.add_argument("--limit", type=float, default=300, help="seconds for one run")
-    parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
+    parser.add_argument("--to", type=folder, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     lengths = [int(n) for n in args.lengths.split(",")]
     content: dict[str, Any] = {"environment": environment(args.device), "rows": []}
@@ -86,7 +85,7 @@ def main() -> None:
                     pace = rows[-1]["seconds"] / length
                 print(rows[-1], flush=True)
                 text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-                Path(args.to, f"horizon_{args.model}_{args.device}.json").write_text(text)
+                (args.to / f"horizon_{args.model}_{args.device}.json").write_text(text)
 
 
 if __name__ == "__main__":

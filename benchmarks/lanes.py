@@ -11,11 +11,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from environment import RESULTS, environment
+from environment import RESULTS, environment, folder
 
 import longhorizon as lh
 from longhorizon import data
@@ -60,7 +59,7 @@ def measure(model: str, batch: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
+    parser.add_argument("--to", type=folder, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     torch.set_num_threads(1)
     content: dict[str, Any] = {"environment": environment("cpu"), "settings": {"lanes": LANES, "data": "digits"}}
@@ -68,7 +67,7 @@ def main() -> None:
         content["rows"] = [measure(*setting) for setting in SETTINGS]
     for row in content["rows"]:
         print(row)
-    Path(args.to, "lanes.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    (args.to / "lanes.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

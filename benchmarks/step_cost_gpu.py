@@ -25,12 +25,11 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import step_cost as base
 import torch
-from environment import RESULTS, environment
+from environment import RESULTS, environment, folder
 from step_cost import Method, Setting, make_setting, timed
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -256,7 +255,7 @@ def main() -> None:
     parser.add_argument("--precisions", default="float32,tf32")
     parser.add_argument("--skip", default="", help="adjoint, jax")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--to", default=str(RESULTS), help="folder of the result")
+    parser.add_argument("--to", type=folder, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     args.counts = [int(n) for n in args.counts.split(",")]
     if bad := [n for n in args.counts if n < 1 or n == 2]:
@@ -267,7 +266,7 @@ def main() -> None:
     settings = {key: getattr(args, key) for key in ("model", "batch", "device", "repeats")}
     exact, table = exact_results(args), Table(args)
     for precision in args.precisions:
-        target = Path(args.to, f"step_cost_{args.model}_{args.device}_{precision}.json")
+        target = args.to / f"step_cost_{args.model}_{args.device}_{precision}.json"
         with around(precision):
             for profile, repeats in measure(args, table, precision, exact):  # once without the adjoint, then with it
                 rows = [row for row in table.rows if row["precision"] == precision]
