@@ -1,7 +1,9 @@
 """Traced steps: the same numbers, fewer operations, and the plain step where tracing cannot be trusted."""
 
+import warnings
 from collections import Counter, OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,7 +187,34 @@ def test_a_trace_is_not_used_again_where_weights_are_baked_in():
     assert q.inner is not p.inner
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "array", "float", "lambda", "hidden module"])
+KINDS = [
+    "list",
+    "dict",
+    "array",
+    "float",
+    "lambda",
+    "hidden module",
+    "partial",
+    "method",
+    "numpy float",
+    "slots",
+    "keyword",
+]
+
+
+class Slotted:
+    """An attribute that `vars` does not show."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def times(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_not_used_again_where_its_constants_differ(kind):
     """Also without a trace: the earlier run's module would bring its own."""
 
@@ -195,13 +224,18 @@ def test_a_model_is_not_used_again_where_its_constants_differ(kind):
             self.layer, drawn = nn.Linear(4, 1), torch.randn(4)
             hidden = nn.Linear(4, 4)
             kept = {"list": [drawn], "dict": {"a": (drawn,)}, "array": drawn.numpy(), "float": float(drawn[0])}
+            kept |= {"partial": partial(torch.mul, drawn), "method": Slotted(drawn).times, "slots": Slotted(drawn)}
+            kept |= {"numpy float": np.float32(drawn[0]), "keyword": lambda x, *, scale=drawn: x * scale}
             self.kept = (kept | {"lambda": lambda: drawn, "hidden module": [hidden]})[kind]
 
         def forward(self, x):
             if kind == "hidden module":
                 return self.layer(self.kept[0](x))
+            if kind in ("partial", "method", "slots", "keyword"):
+                return self.layer((self.kept.times if kind == "slots" else self.kept)(x))
             found = {"list": lambda: self.kept[0], "dict": lambda: self.kept["a"][0], "lambda": self.kept}
             found |= {"array": lambda: torch.from_numpy(self.kept), "float": lambda: self.kept}
+            found |= {"numpy float": lambda: float(self.kept)}
             return self.layer(x * found[kind]())
 
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -220,6 +254,14 @@ def test_a_model_is_used_again_where_its_constants_are_equal():
             super().__init__()
             self.layer, self.scale, self.act = nn.Linear(4, 1), [torch.ones(4), 2.0], lambda x: x.tanh()
             self.me = [self]  # holds itself
+            self.others = [
+                Slotted(2.0),
+                partial(torch.mul, torch.ones(4)),
+                self.forward,
+                range(3),
+                np.float32(2),
+                nn.ReLU,
+            ]
 
         def forward(self, x):
             return self.act(self.layer(x * self.scale[0]))
@@ -353,6 +395,53 @@ def test_what_cannot_be_traced_runs_as_it_is(model, words):
     assert traces(p) == [None]
     if model is Forked:  # the others do not even repeat themselves
         assert torch.equal(traced, run(task_of(model), lh.Forward(compile=False))[0])
+
+
+@pytest.mark.parametrize(
+    "size", [lambda y: len(y[y > 0]), lambda y: (y > 0).nonzero().size(0), lambda y: len(y.unique())]
+)
+def test_a_size_that_depends_on_the_data_is_not_traced(size):
+    """A trace would fix that of its first batch, which is the only one that is compared."""
+    x = torch.randn(30, 16, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(3, (30, 16), generator=torch.Generator().manual_seed(1))
+    batches = list(zip(x, y, strict=True))
+    task = lh.Task(
+        lambda: nn.Linear(5, 3).double(),
+        lambda model, b: F.cross_entropy(model(b[0]), b[1], reduction="sum") / size(b[1]),
+        lambda seed: batches,
+        lambda seed: batches[:2],
+    )
+    with pytest.warns(compile.TraceMismatch, match="depends on the data"):
+        found = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=30, engine=lh.Forward())
+    plain = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=30, engine=lh.Forward(compile=False))
+    assert torch.equal(found.grad["lr"], plain.grad["lr"])
+
+
+def test_an_index_by_numbers_is_traced():
+    x, places = torch.randn(30, 4, 5, dtype=torch.float64), torch.tensor([2, 0])
+    task = lh.Task(
+        lambda: nn.Linear(5, 3).double(), lambda m, b: m(b)[places].square().mean(), lambda s: list(x), lambda s: [x[0]]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compile.TraceMismatch)
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=30, engine=lh.Forward(compile=True))
+
+
+def test_inputs_that_are_one_object_at_first_are_two_later():
+    """As the clean and the augmented images are, where the first batch is not augmented."""
+    x = list(torch.randn(30, 16, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    batches = [(b, b if t == 0 else b + 0.5) for t, b in enumerate(x)]
+    task = lh.Task(
+        lambda: nn.Linear(5, 3).double(),
+        lambda model, b: (model(b[0]) - model(b[1]).tanh()).square().mean() + model(b[1]).square().mean(),
+        lambda seed: batches,
+        lambda seed: batches[1:3],
+    )
+    slopes = [
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=30, engine=engine).grad["lr"]
+        for engine in (lh.Forward(compile=True), lh.Adjoint(compile=True), lh.Forward(compile=False))
+    ]
+    assert torch.allclose(slopes[0], slopes[2], rtol=1e-10) and torch.allclose(slopes[1], slopes[2], rtol=1e-10)
 
 
 def test_both_ways_of_a_fork_were_taken():

@@ -290,6 +290,28 @@ def test_the_automatic_clip_has_no_unit(engine, monkeypatch):
     assert relative(loose, compute(case, setting, lh.Adjoint()).grad) <= 1e-9
 
 
+@pytest.mark.parametrize("clip", ["auto", 10.0])
+@pytest.mark.parametrize("engine", [lh.Forward, lh.Adjoint])
+def test_a_clip_leaves_the_gradient_s_own_slope_alone(engine, clip):
+    """∂g/∂λ of a hyperparameter of the loss is no part of H·Z: with one step there is no H·Z, and nothing to clip."""
+    x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    task = lh.Task(
+        lambda: torch.nn.Linear(5, 3).double(),
+        lambda model, b, hypers: model(b).square().mean() + hypers["l2"] * 1e3 * model.weight.square().sum(),
+        lambda seed: [x] * 9,
+        lambda seed: [x],
+        val_loss=lambda model, b: model(b).square().mean(),
+    )
+    for steps in (1, 9):
+        hypers = {"l2": lh.Hyper(1e-5, step=1e-5)}
+        exact, found = (
+            lh.hypergradient(task, lh.sgd(lr=0.05), hypers, steps=steps, engine=e).grad["l2"]
+            for e in (engine(), engine(clip=clip))
+        )
+        assert found.sign() == exact.sign() != 0
+        assert steps > 1 or torch.allclose(found, exact, rtol=1e-12)
+
+
 def test_the_automatic_clip_traced_is_the_plain_one():
     case, setting = problem("mlp"), RULES["sgd"]
     for make in (lambda c: lh.Forward(clip="auto", compile=c, chunk=2), lambda c: lh.Adjoint(clip="auto", compile=c)):

@@ -104,6 +104,25 @@ def test_a_validation_loss_with_an_infinite_slope():
         assert h.grad["lr"].isnan().all()
 
 
+@pytest.mark.parametrize(("engine", "what"), [(lh.Forward(), "tangent"), (lh.Adjoint(), "adjoint")])
+def test_a_validation_loss_with_an_infinite_slope_in_a_value(engine, what):
+    """√h at h = 0, and the same as 0 · ∞."""
+    for slope in (lambda h: h.sqrt(), lambda h: h.abs().sqrt()):
+        task = lh.Task(
+            One,
+            lambda model, batch, hypers: model.w.square().sum(),
+            endless,
+            lambda seed: [0],
+            val_loss=lambda model, batch, hypers: model.w.sum() + slope(hypers["h"]),  # noqa: B023
+        )
+        hypers = {"h": lh.Hyper(0.0, step=0.1), "lr": lh.Hyper(0.1)}
+        h = lh.hypergradient(task, lh.sgd(), hypers, steps=4, engine=engine)
+        assert h.status.what == what
+        assert h.grad["h"].isnan().all()
+        if what == "tangent":
+            assert h.grad["lr"].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "status", [lh.Status(w, 3) for w in ("loss", "tangent", "adjoint", "validation loss", "difference")], ids=str
 )
@@ -164,6 +183,18 @@ def test_an_overflowing_derivative_names_its_step_and_keeps_what_is_exact(engine
     truth = torch.tensor(PUSH, dtype=torch.float64)
     assert torch.allclose(h.grad["h"][finite], truth[finite], rtol=1e-4)
     assert h.grad["h"][~finite].isnan().all()
+
+
+def test_a_stretch_that_overflows_costs_greedy_that_stretch():
+    """Two of three stretches of ten; the first of each is fine with a rate that moves it but little."""
+    hypers = {"h": lh.Hyper(0.0, windows=STEPS), "lr": lh.Hyper([1e-3, 1e20, 1e-3], windows=3, learn=False)}
+    h = lh.hypergradient(unstable(), lh.sgd(), hypers, steps=STEPS, engine=lh.Greedy(10))
+    assert h.status.what == "adjoint"
+    assert 10 <= h.status.step < 20
+    finite = h.grad["h"].isfinite()
+    assert finite[:10].all()
+    assert not finite[10:18].any()
+    assert finite[20:].all()
 
 
 @EVERY_ENGINE

@@ -5,6 +5,7 @@ import io
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,16 @@ CASES = {
         {"lr": [0.1, 0.3, 0.05], "momentum": [0.0, 0.9, 0.5], "weight_decay": [1e-3, 0.0]},
         lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.1),
     ),
+    "dampening, no momentum": (
+        lh.sgd(dampening=0.4),
+        {"lr": [0.1, 0.3]},
+        lambda params: torch.optim.SGD(params, lr=1.0, dampening=0.4),
+    ),
+    "learnt dampening": (
+        lh.sgd(),
+        {"lr": [0.1, 0.3], "momentum": [0.0, 0.0], "dampening": [0.5, 0.0]},
+        lambda params: torch.optim.SGD(params, lr=1.0, momentum=0.1),
+    ),
     "nesterov": (
         lh.sgd(nesterov=True),
         {"lr": [0.1, 0.2], "momentum": [0.5, 0.9]},
@@ -113,6 +124,17 @@ def test_attached_to_plain_torch_gives_our_weights(case):
         torch.set_default_dtype(default)
     for name, p in model.named_parameters():
         assert (p.detach() - state.params[name]).norm() <= 1e-6 * p.norm(), name
+
+
+def test_a_group_that_comes_later_follows_too():
+    schedule = lh.Schedule({"lr": (0.1, 0.2)}, {"name": "sgd"})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
+    scheduler = schedule.attach(optimizer, steps=np.int64(4))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2]
 
 
 def test_the_scheduler_resumes_from_its_state_dict(tmp_path):

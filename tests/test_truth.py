@@ -85,6 +85,7 @@ def test_scores_by_hand():
     given = Truth({"lr": differences}, torch.zeros(2))
     assert given.significant()["lr"].tolist() == [True, True, False, False]
     estimates = torch.tensor([[-1.1, 2.1, 0.0, 3.0], [5.0, math.nan, 0.0, 3.0]], dtype=torch.float64)
+    assert score({"lr": torch.zeros(1, 4, dtype=torch.float64)}, given).rank == 0  # all equal: no order
     found = score({"lr": estimates}, given)
     assert found.values == 2
     assert found.sign == 0.5

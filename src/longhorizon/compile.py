@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -108,7 +108,9 @@ def _trace(
         # make_fx notes every result's shape as a tensor of a mode without data. It would make one mode, with a stack
         # trace, per operation, which is half of the tracing time; the context offers it one for all.
         with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-            graph = make_fx(torch.func.functionalize(flat))(*tensors)
+            graph = make_fx(torch.func.functionalize(flat))(*_apart(tensors))
+        if (operation := _sized_by_data(graph)) is not None:
+            raise ValueError(f"the size of a result of {operation} depends on the data")
         simplify(graph)
         made = flat.around(cuda.compiled(graph, tensors, reseed) if any(t.is_cuda for t in tensors) else graph)
         reseed()
@@ -125,6 +127,24 @@ def _trace(
         )
         return None
     return made
+
+
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Inputs that are different objects: a trace takes those that are one, on its first call, for one ever after."""
+    seen: set[int] = set()
+    return [t.clone() if id(t) in seen or seen.add(id(t)) else t for t in tensors]  # type: ignore[func-returns-value]
+
+
+def _sized_by_data(graph: fx.GraphModule) -> str | None:
+    """An operation whose result has as many entries as the data say: a trace would fix those of the first batch."""
+    for node in graph.graph.nodes:
+        if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+            continue
+        parts = pytree.tree_leaves(node.args[1:])
+        masks = [p for p in parts if isinstance(p, fx.Node) and p.meta["val"].dtype in (torch.bool, torch.uint8)]
+        if node.target is not torch.ops.aten.index.Tensor or masks:  # by numbers, an index has the size of those
+            return str(node.target)
+    return None
 
 
 class _Flat:

@@ -61,6 +61,9 @@ def set_hyperparameters(optimizer, step, total_steps):
             else:
                 kind = type(optimizer).__name__
                 raise ValueError(f"{{kind}} has no {{argument!r}}; to set it yourself, take {{name!r}} out of SCHEDULE")
+    for group in optimizer.param_groups:
+        if group.get("dampening") and group["momentum"] == 0:
+            group["momentum"] = {tiny!r}  # and its dampening
 '''
 
 # Only where an entry without a label is for some parameters.

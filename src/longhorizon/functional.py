@@ -47,6 +47,11 @@ class Functional:
         self._caller = _Caller(module)
         module.train()
 
+    @property
+    def has_learnt_loss(self) -> bool:
+        """Whether the loss takes hyperparameters."""
+        return self._task.has_learnt_loss
+
     def initial(self) -> tuple[Params, Buffers]:
         """Copies of the trainable parameters and of all buffers, by name."""
         params = {name: p.detach().clone() for name, p in self.module.named_parameters() if p.requires_grad}

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +189,17 @@ class ScheduleScheduler(LRScheduler):
     """A torch scheduler that follows a `Schedule`; made by `Schedule.attach`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int, last_epoch: int = -1):
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise ValueError(f"attach(steps={steps!r}): expected the number of optimizer steps of the run, at least 1.")
-        self.schedule, self.steps = schedule, steps
+        self.schedule, self.steps = schedule, int(steps)
         self.plan = _plan(optimizer, schedule)
         super().__init__(optimizer, last_epoch)
         self._set_others()
 
     def get_lr(self) -> list[Any]:
         """The learning rate of every group at the current step."""
+        if len(self.plan) < len(self.optimizer.param_groups):  # one was added
+            self.plan = _plan(self.optimizer, self.schedule)
         return [
             self._at(keys["lr"]) if "lr" in keys else group["lr"]
             for keys, group in zip(self.plan, self.optimizer.param_groups, strict=True)
@@ -236,13 +239,14 @@ class ScheduleScheduler(LRScheduler):
                 value = self._at(key)
                 if arg == "lr":
                     continue
-                if arg == "momentum" and value == 0 and any(self.schedule.values[key]):
-                    value = sys.float_info.min  # torch forgets its buffer at exactly 0; see `sgd`
                 if arg in BETAS and arg not in group:
                     first, second = group["betas"]
                     group["betas"] = (value, second) if arg == "beta1" else (first, value)
                 else:
                     _put(group, arg, value)
+            moved = "momentum" in keys and any(self.schedule.values[keys["momentum"]])
+            if group.get("momentum") == 0 and (moved or group.get("dampening")):
+                _put(group, "momentum", sys.float_info.min)  # at 0 torch has neither buffer nor dampening; see `sgd`
 
 
 def _put(group: dict[str, Any], arg: str, value: Any) -> None:

@@ -1,7 +1,8 @@
 """Traced and compiled steps that several runs share."""
 
-from collections.abc import Mapping
-from types import FunctionType
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -85,11 +86,30 @@ def _equal(a: Any, b: Any, seen: set[int]) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(_equal(v, w, seen) for v, w in zip(a, b, strict=True))
     if isinstance(a, FunctionType):  # one that is made anew with every model
-        cells = [[c.cell_contents for c in f.__closure__ or ()] for f in (a, b)]
-        return a.__code__ is b.__code__ and _equal([*cells[0], a.__defaults__], [*cells[1], b.__defaults__], seen)
-    if isinstance(a, bool | int | float | complex | str | bytes | set | frozenset):
-        return bool(a == b)
-    return _equal(vars(a), vars(b), seen) if hasattr(a, "__dict__") else True
+        return a.__code__ is b.__code__ and _equal(_bound(a), _bound(b), seen)
+    if isinstance(a, MethodType):
+        return a.__func__ is b.__func__ and _equal(a.__self__, b.__self__, seen)
+    if isinstance(a, partial):
+        return _equal([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], seen)
+    parts = _attributes(a)
+    return bool(a == b) if parts is None else _equal(parts, _attributes(b), seen)
+
+
+def _attributes(x: Any) -> dict[str, Any] | None:
+    """What an object is made of; None for a number, a word or whatever else torch or Python has built in."""
+    slots = [name for kind in type(x).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    if not slots and not hasattr(x, "__dict__"):
+        return None
+    return {name: getattr(x, name) for name in slots if hasattr(x, name)} | getattr(x, "__dict__", {})
+
+
+def _names(slots: str | Iterable[str]) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _bound(function: FunctionType) -> list[Any]:
+    """What a function brings along besides its code."""
+    return [*(c.cell_contents for c in function.__closure__ or ()), function.__defaults__, function.__kwdefaults__]
 
 
 def _take_over(module: nn.Module, fresh: nn.Module) -> None:

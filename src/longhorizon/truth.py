@@ -183,8 +183,8 @@ def _rank(estimates: Tensor, mean: Tensor) -> float | None:
     target = _ranks(mean[fine])
     found = []
     for row in estimates[:, fine]:
-        if row.isfinite().all():
-            ranks = _ranks(row)
+        ranks = _ranks(row)
+        if row.isfinite().all() and (ranks != ranks[0]).any():  # equal ones have no order
             found.append(float(torch.corrcoef(torch.stack([ranks, target]))[0, 1]))
         else:
             found.append(0.0)

@@ -174,6 +174,8 @@ class ForwardRun:
         val_loss, cotangents, direct = problem.validate(self.state, problem.steps)
         pairs = zip(tree.split(cotangents)[0], self.tangents, strict=True)
         flat = torch.stack([_rows(leaf) @ cotangent.flatten() for cotangent, leaf in pairs]).sum(0)[: len(self.columns)]
+        for key in problem.learnt:  # the validation loss sees the last window's value
+            flat[self._place[key, problem.hypers[key].windows - 1]] += direct[key]
         ends = (self._bad < 0) & ~flat.isfinite() & val_loss.isfinite()
         self._bad = torch.where(ends, problem.steps - 1, self._bad)
         flat = torch.where(self._bad < 0, flat, torch.nan)
@@ -181,7 +183,6 @@ class ForwardRun:
         for key in problem.learnt:
             places = [self._place[key, w] for w in range(problem.hypers[key].windows)]
             grads[key] = flat[places]
-            grads[key][-1] += direct[key]  # the validation loss sees the last window's value
         bad = self._bad[self._bad >= 0]
         status = Status("tangent", int(bad.min())) if len(bad) else Status()
         meter = self.reader.meter([self._place[key, w] for key in grads for w in range(len(grads[key]))])
@@ -282,9 +283,13 @@ def _one_column(
     )
     cut = loss.new_zeros(())
     if clip is not None:
-        product = list(dgrads.values())
+        direct: Any = dict.fromkeys(dgrads, 0.0)  # ∂g/∂λ, which no clip is meant for
+        if inner.functional.has_learnt_loss:
+            direct = jvp(lambda learnt: gradient(params, buffers, learnt)[0][0], (learnt,), (dlearnt,))[1]
+        product = [dgrads[name] - direct[name] for name in dgrads]
         cut = share(product, dstate[:n], clip)
-        dgrads = dict(zip(dgrads, clipped(product, dstate[:n], clip), strict=True))
+        bounded = clipped(product, dstate[:n], clip)
+        dgrads = {name: b + direct[name] for name, b in zip(dgrads, bounded, strict=True)}
     _, (dparams_list, dmemory), (new_params, new_memory) = _jvp(
         update, (params, grads, memory, learnt), (dparams, dgrads, dmemory, dlearnt)
     )

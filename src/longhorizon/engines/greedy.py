@@ -71,11 +71,12 @@ class GreedyRun:
             self.per_step = {key: g.clone() for key, g in saved["per_step"].items()}
             self.t = saved["t"]
             self.sweep = self._sweep(None, saved["sweep"])
-            self.status = self.sweep.status
+            self.status = Status(*saved["status"]) if "status" in saved else self.sweep.status
 
     @property
     def done(self) -> bool:
-        return self.t >= self.problem.steps or not self.status.ok
+        # A walk back that overflows costs its own stretch; a loss that does ends the run.
+        return self.t >= self.problem.steps or self.status.what in ("loss", "validation loss")
 
     @property
     def progress(self) -> Progress:
@@ -89,7 +90,8 @@ class GreedyRun:
         sweep = self.sweep
         for key, g in sweep.per_step.items():
             self.per_step[key][sweep.first : sweep.last] = g[sweep.first : sweep.last]
-        self.status = sweep.status
+        if self.status.ok:
+            self.status = sweep.status
         self.t = sweep.last
         if not self.done:
             self.sweep = self._sweep(sweep.state)
@@ -100,6 +102,7 @@ class GreedyRun:
             "t": self.t,
             "sweep": self.sweep.save(),
             "watch": self.watch.save(),
+            "status": [self.status.what, self.status.step],
         }
 
     def result(self) -> Hypergradient:
