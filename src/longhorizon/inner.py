@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longhorizon import tree
 from longhorizon.functional import Buffers, Functional
 from longhorizon.hypers import Hyper, argument, nearest, select
 from longhorizon.rules import Params, Rule
@@ -27,6 +28,11 @@ class State(NamedTuple):
     params: Params
     buffers: Buffers
     memory: tuple[Any, ...]  # the rule's state, one per group
+
+
+def busy(state: State) -> State:
+    """The same with something in the rule's memory: empty, as at the start, it hides tangents, or divides by zero."""
+    return state._replace(memory=tree.map(lambda x: 0.5 + x.abs() if tree.is_real(x) else x, tree.random(state.memory)))
 
 
 @dataclass(frozen=True)

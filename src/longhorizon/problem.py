@@ -49,6 +49,7 @@ class Problem:
         self.device = device_of(params)
         self.dtype = next(iter(params.values())).dtype
         self.on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
+        self.compared: set[Any] = set()  # traces that were compared with plain steps in this run
         self.draws = False  # whether a training step draws random numbers; seen when the losses are first called
         self.learnt = [key for key, hyper in self.hypers.items() if hyper.learn]
         self.n_values = sum(self.hypers[key].windows for key in self.learnt)
@@ -86,6 +87,7 @@ class Problem:
             "step",
             lambda: self.seed_step(step),
             inner.step,
+            self.compared,
         )
         new_state, loss = fast(state, batch, self.hypers_at(step))
         return new_state, loss

@@ -189,7 +189,7 @@ class ScheduleScheduler(LRScheduler):
     """A torch scheduler that follows a `Schedule`; made by `Schedule.attach`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int, last_epoch: int = -1):
-        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, int | Integral) or steps < 1:
             raise ValueError(f"attach(steps={steps!r}): expected the number of optimizer steps of the run, at least 1.")
         self.schedule, self.steps = schedule, int(steps)
         self.plan = _plan(optimizer, schedule)

@@ -53,6 +53,13 @@ def split(tree: Tree) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Tree]]
     return [flat[i] for i in places], rebuild
 
 
+def random(tree: Tree) -> Tree:
+    """The same tree with normal random numbers in its floating-point leaves, the same ones at every call."""
+    generator = torch.Generator().manual_seed(0)
+    real, rebuild = split(tree)
+    return rebuild([torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device) for x in real])
+
+
 def detach(tree: Tree) -> Tree:
     """The same numbers with no history."""
     return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)

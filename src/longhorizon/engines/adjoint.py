@@ -22,7 +22,7 @@ from longhorizon.engines.clipping import Clip, check_clip, in_words
 from longhorizon.engines.reader import Reader, largest
 from longhorizon.engines.silent import check_buffers, check_losses, check_twice
 from longhorizon.engines.vjp import pure_step_back, step_back
-from longhorizon.inner import Hypers, State
+from longhorizon.inner import Hypers, State, busy
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
@@ -222,7 +222,9 @@ class AdjointRun:
             problem.inner.cache,
             ("back", clip),
             lambda: problem.seed_step(step),
-            lambda *_: step_back(problem, state, step, cotangent, clip),
+            lambda state, batch, hypers, learnt, cotangent: step_back(problem, state, step, cotangent, clip),
+            problem.compared,
+            lambda *args: (busy(problem.start), *args[1:4], tree.random(problem.start)),  # where nothing has grown
         )
         before, grads, loss = fast(state, batch, hypers, {key: hypers[key] for key in problem.learnt}, cotangent)
         return before, grads, loss

@@ -25,7 +25,7 @@ from longhorizon.engines.reader import Reader
 from longhorizon.engines.silent import check_losses
 from longhorizon.functional import PlainLosses
 from longhorizon.hypers import window_start
-from longhorizon.inner import Hypers, Inner, State
+from longhorizon.inner import Hypers, Inner, State, busy
 from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
@@ -220,7 +220,8 @@ class ForwardRun:
             return after, tangents, loss, torch.stack(readings)
 
         if self._compiles(t):
-            return compile.traced(step, inner.cache, (engine.clip,), lambda: problem.seed_step(t))
+            key, reseed = (engine.clip,), lambda: problem.seed_step(t)
+            return compile.traced(step, inner.cache, key, reseed, None, problem.compared, _with_random_tangents)
         return step
 
 
@@ -294,6 +295,13 @@ def _one_column(
         update, (params, grads, memory, learnt), (dparams, dgrads, dmemory, dlearnt)
     )
     return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory], cut
+
+
+def _with_random_tangents(
+    state: State, batch: Any, hypers: Hypers, tangents: Tangents, ones: Hypers
+) -> tuple[Any, ...]:
+    """Arguments to compare a trace at: in the first step tangents are zero, and so is the Hessian product."""
+    return busy(state), batch, hypers, tree.random(tangents), ones
 
 
 def _jvp(fn: Callable[..., Any], primals: Any, tangents: Any) -> Any:
