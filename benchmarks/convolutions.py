@@ -138,7 +138,6 @@ def main() -> None:
                     rows.append(row)
                     print(row, flush=True)
     content = {"environment": environment("cuda"), "settings": {"columns": COLUMNS, "images": COUNT}, "rows": rows}
-    content["environment"].pop("tf32", None)  # type: ignore[union-attr]
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     (args.to / "convolutions.json").write_text(text)
 

@@ -1,6 +1,8 @@
 """Where a figure was measured: versions, processor, commit. No names of machines, people or folders."""
 
 import argparse
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -29,7 +31,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),  # above zero: something else was running too
     }
     if device == "cuda":
-        record |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "tf32": False}
+        record |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    if importlib.util.find_spec("jax"):  # a peer in step_cost_gpu.py
+        record["jax"] = importlib.metadata.version("jax")
     return record
 
 

@@ -262,7 +262,6 @@ def main() -> None:
         parser.error(f"--counts {bad[0]}: expected 1, or 3 and more (learning rates, momentum and weight decay).")
     args.precisions = args.precisions.split(",") if args.device == "cuda" else ["float32"]
     record = environment(args.device)
-    record.pop("tf32", None)
     settings = {key: getattr(args, key) for key in ("model", "batch", "device", "repeats")}
     exact, table = exact_results(args), Table(args)
     for precision in args.precisions:
