@@ -7,6 +7,7 @@ is complete. A second process that wants the same data set waits for the first.
 import hashlib
 import http.client
 import os
+import stat
 import tarfile
 import urllib.error
 import urllib.request
@@ -51,12 +52,26 @@ class Source:
 def find(folder: Path, name: str) -> Path:
     """The file on disk, compressed or not (its plain path if it is missing)."""
     packed = folder / f"{name}.gz"
-    return packed if packed.is_file() and not (folder / name).is_file() else folder / name
+    return packed if _is_file(packed) and not _is_file(folder / name) else folder / name
 
 
 def missing(source: Source, folder: Path) -> list[str]:
-    """The files that a folder lacks."""
-    return [name for name in source.files if not find(folder, name).is_file()]
+    """The files that a folder lacks.
+
+    Raises:
+        DataError: if the folder may not be searched.
+    """
+    return [name for name in source.files if not _is_file(find(folder, name))]
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        DataError: if it may not or cannot be read, which says nothing about what is in it.
+    """
+    with _readable(path):
+        return path.read_bytes()
 
 
 def locate(source: Source, root: Path) -> Path:
@@ -105,7 +120,8 @@ def check_md5(path: Path, expected: Mapping[str, str]) -> None:
     Raises:
         DataError: if they differ.
     """
-    got = md5_of(path)
+    with _readable(path):
+        got = md5_of(path)
     if got != expected[path.name]:
         raise DataError(
             f"{path} has md5 {got}, but the published file has {expected[path.name]}; delete it and it will be "
@@ -262,6 +278,22 @@ def _alone(lock: Path) -> Iterator[None]:
     finally:
         lock.unlink(missing_ok=True)
         file.close()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _is_file(path: Path) -> bool:
+    with _readable(path):  # not Path.is_file: whether it sees that a folder may not be searched depends on Python
+        try:
+            return stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def _sync_folder(folder: Path) -> None:
