@@ -369,8 +369,9 @@ def test_an_unknown_name_gets_a_hint():
 
 def test_verify_compares_with_the_published_md5(tmp_path):
     make_mnist(tmp_path, packed=False)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte has md5 .*, but the published file has 6bbc9ace"):
-        data.load("mnist", tmp_path, verify=True)
+    for load in (data.load, data.image_data, lambda name, **options: data.image_task(name, "lenet", **options)):
+        with pytest.raises(DataError, match=r"train-images-idx3-ubyte has md5 .*, but the published file has 6bbc9ace"):
+            load("mnist", root=tmp_path, verify=True)
 
 
 # Images of one's own

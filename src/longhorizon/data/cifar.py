@@ -96,7 +96,13 @@ def read_batch(path: Path, key: str, classes: int) -> tuple[Tensor, Tensor]:
     except Exception as error:  # broken bytes make a pickle raise nearly anything
         raise DataError(f"{path} is no CIFAR file ({type(error).__name__}: {error}); {remedy}") from None
     data, labels = _entry(content, "data"), _entry(content, key)
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * 32 * 32:
+    if (
+        not isinstance(data, np.ndarray)
+        or data.dtype != np.uint8
+        or data.ndim != 2
+        or data.shape[1] != 3 * 32 * 32
+        or not len(data)
+    ):
         found = f"{data.dtype} {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
         raise DataError(f"{path}: 'data' is {found}: expected a uint8 array (count, 3072); {remedy}")
     if not isinstance(labels, list) or len(labels) != len(data):
