@@ -195,7 +195,8 @@ def check(context: click.Context, recipe: Path | None, inner_steps: int, as_json
     from longhorizon.checking import check_engines
 
     recipe, words = file_or_key(recipe, context.args)
-    rows, passed = check_engines(recipes.load_recipe(recipe, overrides(words)), inner_steps)
+    with arriving() as progress:
+        rows, passed = check_engines(recipes.load_recipe(recipe, overrides(words)), inner_steps, progress)
     if as_json:
         print(json.dumps({"passed": passed, "rows": rows}))
     else:
