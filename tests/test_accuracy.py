@@ -47,7 +47,7 @@ def error(task):
 def test_the_error_is_that_of_the_arithmetic():
     assert 0 < error(make_task()) < 1e-6
     assert 2.0**-10 < error(make_task(bits=8)) < 2.0**-6
-    assert error(make_task(dtype=torch.float64)) is None
+    assert error(make_task(dtype=torch.float64)) == 0.0  # it is what others are measured against
 
 
 def test_a_model_that_insists_on_float32_has_no_measured_error():
@@ -66,8 +66,47 @@ def test_a_run_writes_it_down_once(tmp_path, dtype):
 
     first = tune(1)
     measured = first["environment"]["hessian_product_error"]
-    assert (measured is None) if dtype == torch.float64 else (0 < measured < 1e-6)
+    assert first["environment"]["dtype"] == ("float64" if dtype == torch.float64 else "float32")
+    assert (measured == 0.0) if dtype == torch.float64 else (0 < measured < 1e-6)
     assert tune(2) == first
+
+
+def test_a_run_of_an_older_version_has_no_dtype_and_goes_on(tmp_path):
+    def tune(outer_steps):
+        lh.tune(
+            make_task(dtype=torch.float64), lh.sgd(), HYPERS, steps=4, outer_steps=outer_steps, dir=tmp_path / "run"
+        )
+        return json.loads((tmp_path / "run" / "run.json").read_text())
+
+    content = tune(1)
+    del content["environment"]["dtype"]
+    content["environment"]["hessian_product_error"] = None
+    (tmp_path / "run" / "run.json").write_text(json.dumps(content))
+    assert tune(2) == content
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "says"),
+    [
+        ("tf32", torch.float64, "precision='tf32' with a model in float64: TF32 is a rougher float32"),
+        ("float64", torch.float32, "precision='float64' with a model in float32: make it and its batches float64"),
+        ("float16", torch.float32, "precision='float16': expected 'float32', 'tf32', or 'float64'"),
+    ],
+)
+def test_a_precision_that_the_model_does_not_have_is_refused(tmp_path, precision, dtype, says):
+    task = make_task(dtype=dtype)
+    with pytest.raises(ValueError, match=says):
+        lh.hypergradient(task, lh.sgd(), HYPERS, steps=4, precision=precision)
+    with pytest.raises(ValueError, match=says):
+        lh.tune(task, lh.sgd(), HYPERS, steps=4, outer_steps=1, precision=precision, dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_float64_may_be_asked_for(tmp_path):
+    task = make_task(dtype=torch.float64)
+    lh.tune(task, lh.sgd(), HYPERS, steps=4, outer_steps=1, precision="float64", dir=tmp_path / "run")
+    content = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert content["settings"]["precision"] == content["environment"]["dtype"] == "float64"
 
 
 def test_most_of_it_is_relus_that_fall_on_the_other_side_of_zero(monkeypatch):

@@ -185,6 +185,28 @@ def test_an_own_task_is_tuned_with_steps_and_refuses_epochs(tmp_path):
     assert (tmp_path / "runs/mine-001/journal.jsonl").exists()
 
 
+def test_a_run_in_float64_says_so_and_goes_on(tmp_path):
+    call("init", "r.toml", cwd=tmp_path)  # writes float32 out
+    call("tune", "r.toml", "--precision", "float64", "--dir", "run", *SMALL, cwd=tmp_path)
+    content = json.loads((tmp_path / "run/run.json").read_text())
+    assert content["settings"]["precision"] == content["environment"]["dtype"] == "float64"
+    assert content["environment"]["hessian_product_error"] == 0.0
+    assert tomllib.loads(content["recipe"])["dtype"] == "float64"
+    call("resume", "run", "--outer-steps", 3, cwd=tmp_path)
+
+
+def test_what_is_wrong_from_the_start_is_said_before_a_download(tmp_path):
+    for words, says in (
+        (["--steps", 2], "windows=5 but the run only steps=2"),
+        (["--hypers.lrr.start", 0.1], "unknown hyperparameter 'lrr'"),
+        (["--model", "lent"], "unknown model 'lent'"),
+        (["--model", "gpt-1-32", "--init", "he"], "a GPT has only its own initialisation"),
+    ):
+        # nothing is there, and it could not be made: a download would be the first to fail
+        done = call("tune", "--data", "mnist", "--data-root", "/dev/null/x", *words, cwd=tmp_path, code=2)
+        assert says in done.stderr
+
+
 def test_check_compares_the_engines(tmp_path):
     done = call("check", "--inner-steps", 4, cwd=tmp_path)
     assert "all engines agree" in done.stdout
@@ -224,6 +246,13 @@ BAD_RECIPES = {
     "growth": ("growth = 0.5", "growth = 0.5: expected 1, which is no growth, or more"),
     "outer rate": ("outer_rate = -1.0", "outer_rate = -1.0: expected a positive number"),
     "data": ('data = "cifar"', "Did you mean 'cifar10'?"),
+    "data set": ('data = "imagenet"', "unknown data set 'imagenet'"),
+    "precision": ('precision = "float16"', "precision = 'float16'. Did you mean"),
+    "tf32": ('dtype = "float64"\nprecision = "tf32"', "TF32 is a rougher float32; choose one of the two"),
+    "init": ('model = "wrn-10-1"\ninit = "xaver"', "init = 'xaver'. Did you mean 'xavier'?"),
+    "init of a GPT": ('model = "gpt-1-32"\ninit = "he"', "a GPT has only its own initialisation"),
+    "init of one's own": ('model = "shutil:rmtree"\ninit = "he"', "model = 'shutil:rmtree' initialises itself"),
+    "init of an own task": ('task = "shutil:rmtree"\ninit = "he"', "task = 'shutil:rmtree' initialises itself"),
     "own code": ('task = "shutil:rmtree"', "missing 1 required positional argument"),
     "bounds": ("[hypers.lr]\nstart = 0.1\nlow = 0.2", "outside [0.2, inf]"),
 }

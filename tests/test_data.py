@@ -1,5 +1,6 @@
 """Readers, against small files made here in each set's own format; the real sets where LONGHORIZON_DATA says."""
 
+import errno
 import gzip
 import os
 import pickle
@@ -172,6 +173,61 @@ def test_broken_idx_files_are_named(tmp_path, name, change, says):
     assert str(path) in str(error.value)
 
 
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+
+@pytest.mark.parametrize(
+    ("changes", "blamed", "says"),
+    [
+        ({LABELS: np.zeros(7)}, LABELS, "holds 7 labels, and train-images-idx3-ubyte 12 images"),
+        ({LABELS: np.full(12, 200)}, LABELS, "has the label 200: expected 0 to 9"),
+        ({LABELS: np.zeros(0), IMAGES: np.zeros((0, 28, 28))}, IMAGES, "holds 0 × 28 × 28 pixels: expected some"),
+        ({"t10k-images-idx3-ubyte": np.zeros((7, 32, 32))}, "t10k-images-idx3-ubyte", "images of 28 × 28"),
+        ({IMAGES: np.zeros((12, 10, 10)), "t10k-images-idx3-ubyte": np.zeros((7, 10, 10))}, IMAGES, "12 × 10 × 10"),
+    ],
+)
+def test_idx_files_with_other_content_are_named(tmp_path, changes, blamed, says):
+    make_mnist(tmp_path, packed=False)
+    for name, array in changes.items():
+        (tmp_path / "MNIST" / "raw" / name).write_bytes(idx(array.astype(np.uint8)))
+    with pytest.raises(DataError, match=says) as error:
+        data.load("mnist", tmp_path)
+    assert str(tmp_path / "MNIST" / "raw" / blamed) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("mnist", lambda root: make_mnist(root, True)), ("cifar10", lambda root: make_cifar(root, 10))]
+)
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_file_that_may_not_be_read_is_not_called_broken(tmp_path, monkeypatch, name, make, verify):
+    make(tmp_path)
+    refuse_to(monkeypatch, "open" if verify else "read_bytes")
+    with pytest.raises(DataError, match=r"(idx3-ubyte.gz|data_batch_1) cannot be read: Permission denied\.$") as error:
+        data.load(name, tmp_path, verify=verify)
+    assert "delete" not in str(error.value)
+
+
+def test_a_mat_file_that_may_not_be_read_is_not_called_broken(tmp_path, monkeypatch):
+    make_svhn(tmp_path)
+    refuse_to(monkeypatch, "read_bytes")
+    with pytest.raises(DataError, match=r"train_32x32.mat cannot be read: Permission denied\.$"):
+        data.load("svhn", tmp_path)
+
+
+def test_a_folder_that_may_not_be_searched_is_named(tmp_path, monkeypatch):
+    make_mnist(tmp_path, packed=True)
+    refuse_to(monkeypatch, "stat")
+    with pytest.raises(DataError, match=r"MNIST/raw/.* cannot be read: Permission denied\.$"):
+        data.load("mnist", tmp_path, download=False)
+
+
+def refuse_to(monkeypatch, what: str) -> None:
+    def refuse(self, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, what, refuse)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -259,6 +315,10 @@ def test_broken_mat_files_are_named(tmp_path, change, says):
         ({"X": np.zeros((2, 32, 32, 3), np.uint8), "y": np.ones((2, 1))}, r"\(2, 32, 32, 3\)"),
         ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.ones((3, 1))}, "3 labels for 2 images"),
         ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 11)}, "1 to 10"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 0)}, "label 0: expected 1 to 10, 10 for the"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), 1.5)}, "label 1.5"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.full((2, 1), np.nan)}, "label nan"),
+        ({"X": np.zeros((32, 32, 3, 2), np.uint8), "y": np.array(["a", "b"], object)}, "has the label"),
     ],
 )
 def test_mat_files_with_other_content_are_named(tmp_path, content, says):
@@ -309,8 +369,9 @@ def test_an_unknown_name_gets_a_hint():
 
 def test_verify_compares_with_the_published_md5(tmp_path):
     make_mnist(tmp_path, packed=False)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte has md5 .*, but the published file has 6bbc9ace"):
-        data.load("mnist", tmp_path, verify=True)
+    for load in (data.load, data.image_data, lambda name, **options: data.image_task(name, "lenet", **options)):
+        with pytest.raises(DataError, match=r"train-images-idx3-ubyte has md5 .*, but the published file has 6bbc9ace"):
+            load("mnist", root=tmp_path, verify=True)
 
 
 # Images of one's own

@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import io
 import pickle
+import socket
+import struct
 import tarfile
 import threading
 import time
@@ -14,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from longhorizon import data
+from longhorizon import cli_data, console, data
 from longhorizon.data import cifar, download, mnist, sets
 from longhorizon.data.download import Remote, Source
 from longhorizon.data.error import DataError
@@ -37,6 +40,9 @@ class Server:
     break_after: list[int] = field(default_factory=list)  # bytes sent by the next answers before they break off
     ranges: bool = True  # whether it can go on in the middle
     lengths: bool = True  # whether it says how long a file is
+    length: str = ""  # what it says instead
+    reset: bool = False  # whether it breaks off by a reset
+    fail_with: list[int] = field(default_factory=list)  # status of the next answers
     delay: float = 0.0  # seconds before it answers
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # path, range
     url: str = ""
@@ -45,8 +51,8 @@ class Server:
         name, wanted = request.path.lstrip("/"), request.headers.get("Range")
         self.asked.append((name, wanted))
         time.sleep(self.delay)
-        if name not in self.files:
-            request.send_error(404)
+        if name not in self.files or self.fail_with:
+            request.send_error(self.fail_with.pop(0) if self.fail_with else 404)
             return
         content, start = self.files[name], 0
         if wanted and self.ranges:
@@ -57,11 +63,18 @@ class Server:
         body = content[start:]
         request.send_response(206 if wanted and self.ranges else 200)
         if self.lengths:
-            request.send_header("Content-Length", str(len(body)))
+            request.send_header("Content-Length", self.length or str(len(body)))
         request.end_headers()
-        if self.break_after:
+        broken = bool(self.break_after)
+        if broken:
             body = body[: self.break_after.pop(0)]
         request.wfile.write(body)
+        if broken and self.reset:
+            time.sleep(0.2)  # until it has arrived; a reset throws away what has not
+            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            request.wfile.close()
+            request.rfile.close()
+            request.connection.close()
 
 
 @pytest.fixture
@@ -133,6 +146,31 @@ def test_a_broken_connection_is_resumed_by_the_next_call(server, tmp_path):
     assert download.fetch(remote, tmp_path).read_bytes() == CONTENT
     assert server.asked[-1] == ("file.bin", "bytes=1750-")
     assert leftovers(tmp_path) == []
+
+
+def test_what_came_before_a_reset_is_kept(server, tmp_path):
+    server.break_after, server.reset = [100_000], True
+    assert download.fetch(remote_of(server), tmp_path).read_bytes() == CONTENT
+    assert [wanted for _, wanted in server.asked] == [None, "bytes=100000-"]
+
+
+def test_an_address_that_gave_nothing_is_asked_again(server, tmp_path):
+    remote = remote_of(server)
+    server.break_after, server.reset = [0], True
+    assert download.fetch(remote, tmp_path / "reset").read_bytes() == CONTENT
+    server.fail_with = [503]
+    assert download.fetch(remote, tmp_path / "busy").read_bytes() == CONTENT
+    server.fail_with = [503, 503]
+    with pytest.raises(OSError, match="503"):
+        download.fetch(remote, tmp_path / "busier")
+    assert len(server.asked) == 6
+    assert server.fail_with == []
+
+
+@pytest.mark.parametrize("length", ["many", "-5", ""])
+def test_a_length_may_be_nonsense(server, tmp_path, length):
+    server.length = length
+    assert download.fetch(remote_of(server), tmp_path).read_bytes() == CONTENT
 
 
 def test_a_server_without_ranges_begins_again(server, tmp_path):
@@ -292,6 +330,16 @@ def test_no_network_is_one_sentence(tmp_path, monkeypatch):
     assert leftovers(tmp_path) == []
 
 
+def test_files_that_came_before_the_failure_are_not_called_missing(server, tmp_path, monkeypatch):
+    serve_mnist(server, monkeypatch)
+    del server.files["t10k-images-idx3-ubyte.gz"]
+    with pytest.raises(
+        data.MissingDataError, match="lacks t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte, and"
+    ) as error:
+        data.load("mnist", tmp_path)
+    assert "train-images" not in str(error.value)
+
+
 def test_a_root_that_cannot_be_made_is_named(server, tmp_path, monkeypatch):
     serve_mnist(server, monkeypatch)
     (tmp_path / "file").write_text("")
@@ -311,6 +359,96 @@ def test_several_at_once_download_once(server, tmp_path, monkeypatch):
         assert [d.result() for d in done] == [6] * 4
     assert len(server.asked) == 1
     assert leftovers(tmp_path) == []
+
+
+def test_a_lock_may_vanish_while_it_is_looked_at(tmp_path, monkeypatch):
+    lock, stat, seen = tmp_path / "lock", Path.stat, []
+
+    def vanishing(self, **options):
+        if self == lock and not seen:
+            seen.append(self)
+            lock.unlink()  # by the process that held it
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", vanishing)
+    with download._alone(lock):
+        assert lock.is_file()
+    assert seen
+    assert not lock.exists()
+
+
+# What a person sees
+
+
+def test_lines_when_not_a_terminal(server, tmp_path, monkeypatch, capsys):
+    serve_mnist(server, monkeypatch)
+    with console.arriving() as progress:
+        data.load("mnist", tmp_path, progress=progress)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{name}.gz" for name in mnist.FILES]
+    assert all(line.endswith(" kB") for line in lines)
+
+
+def test_a_long_download_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(console.ArrivingLines, "every", 0.0)
+    with console.arriving() as progress:
+        progress("a.gz", 500_000, 12_000_000)
+        progress("a.gz", 2_500_000, None)
+    assert capsys.readouterr().err.splitlines() == ["a.gz: 500.0 kB of 12.0 MB", "a.gz: 2.5 MB"]
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(console.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with console.arriving() as progress:
+        progress("a.gz", 1_000_000, 2_000_000)
+        progress("a.gz", 2_000_000, 2_000_000)
+    said = capsys.readouterr().err
+    assert "a.gz" in said
+    assert "━" in said
+    assert "2.0/2.0 MB" in said
+
+
+# The command
+
+
+@pytest.fixture
+def command(tmp_path):
+    def call(*words):
+        done = CliRunner().invoke(cli_data.data, [*words, "--data-root", str(tmp_path)])
+        return done.exit_code, done.output
+
+    return call
+
+
+def test_the_command_downloads_and_verifies(server, tmp_path, monkeypatch, command):
+    serve_mnist(server, monkeypatch)
+    code, said = command("MNIST")
+    assert code == 1
+    assert "--download would fetch it" in said
+    assert "--data-root" in said
+    code, said = command("MNIST", "--download")
+    assert code == 0
+    assert "t10k-labels-idx1-ubyte.gz: " in said  # progress
+    assert said.endswith("mnist: 6 training and 4 test images\n")
+    code, said = command("mnist", "--verify")
+    assert code == 0
+    assert "md5 of train-images-idx3-ubyte.gz: " in said
+    assert said.endswith("mnist: 6 training and 4 test images, as published\n")
+    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 1))
+    assert command("mnist")[0] == 0
+    for words in (["mnist", "--verify"], ["--verify"]):
+        code, said = command(*words)
+        assert code == 1
+        assert f"mnist: {path} has md5 " in said
+
+
+def test_the_command_without_a_name_is_content_with_what_is_there(command):
+    code, said = command()
+    assert code == 0
+    assert "digits: 1540 training" in said
+    assert said.count(" is missing: ") == 4
 
 
 # What is in the package

@@ -326,6 +326,11 @@ def test_a_task_from_a_function():
         ({"batch_size": 41}, ValueError, "batch_size=41: expected 1 to 40"),
         ({"val_fraction": 0}, ValueError, "val_fraction=0"),
         ({"val_batch_size": 0}, ValueError, "val_batch_size=0"),
+        ({"batch_size": 32.5}, ValueError, "batch_size=32.5: expected a whole number of images"),
+        ({"val_batch_size": 2.0}, ValueError, "val_batch_size=2.0: expected a whole number of images"),
+        ({"augment": "x"}, TypeError, "augment='x': expected longhorizon.data.Augment, True, False or None"),
+        ({"dtype": torch.int32}, TypeError, "dtype=torch.int32"),
+        ({"dtype": "float64"}, TypeError, "dtype='float64'"),
     ],
 )
 def test_tasks_that_do_not_fit_are_refused(changes, error, says):

@@ -1,13 +1,15 @@
 """What the commands have in common: a recipe, its keys among the words of a command line, where a run goes."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from longhorizon import models
 from longhorizon import recipe as recipes
+from longhorizon.hypers import check_hypers
+from longhorizon.inner import check_names
+from longhorizon.recipe import Recipe, RecipeError
 
 RECIPE = click.argument("recipe", required=False, type=click.Path(path_type=Path), metavar="[RECIPE.toml]")
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 130}
@@ -37,6 +39,21 @@ def overrides(arguments: list[str]) -> dict[str, Any]:
     return found
 
 
+def check_early(recipe: Recipe) -> None:
+    """Refuse what is wrong whatever the data are, before any are downloaded."""
+    if recipe.task:
+        return  # downloads nothing of ours, and may learn what we do not know
+    hypers, rule = recipes.hypers_of(recipe), recipes.rule_of(recipe)
+    try:
+        if ":" not in recipe.model:
+            models.make(recipe.model, init=recipe.init or None)
+        check_names(rule, hypers, learnt_loss=False)
+        if not recipe.epochs:
+            check_hypers(hypers, min(recipes.horizons_of(recipe, 0)))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(str(error)) from error
+
+
 def next_directory(parent: Path, name: str) -> Path:
     """The first of NAME-001, NAME-002 … that is free."""
     taken = {path.name for path in parent.glob(f"{name}-*")} if parent.exists() else set()
@@ -44,16 +61,3 @@ def next_directory(parent: Path, name: str) -> Path:
     while f"{name}-{number:03d}" in taken:
         number += 1
     return parent / f"{name}-{number:03d}"
-
-
-def download_note(note: Callable[[str], None]) -> Callable[[str, int, int | None], None]:
-    """Tells how a download goes, every two seconds."""
-    last = 0.0
-
-    def progress(name: str, done: int, total: int | None) -> None:
-        nonlocal last
-        if time.monotonic() - last > 2 or done == total:
-            last = time.monotonic()
-            note(f"downloading {name}: {done / 1e6:.1f} MB{f' of {total / 1e6:.1f} MB' if total else ''}")
-
-    return progress

@@ -20,18 +20,18 @@ AGAINST_DIFFERENCES = 1e-5
 SHIFTS = 1e-4, 1e-6  # the second where the first steps over the kink of a ReLU
 
 
-def check_engines(recipe: Recipe, inner_steps: int) -> tuple[list[dict[str, Any]], bool]:
+def check_engines(recipe: Recipe, inner_steps: int, progress: Any = None) -> tuple[list[dict[str, Any]], bool]:
     """Differentiate a few steps of a recipe in every way there is; one row per engine, and whether all agree.
 
     A value that starts at zero is moved to half its outer step, because at lr = 0 nothing else has an influence.
     """
     recipe = replace(recipe, dtype="float64", device="cpu" if recipe.device == "auto" else recipe.device)
     with _double():
-        return _check(recipe, inner_steps)
+        return _check(recipe, inner_steps, progress)
 
 
-def _check(recipe: Recipe, inner_steps: int) -> tuple[list[dict[str, Any]], bool]:
-    task, _ = recipes.task_of(recipe)
+def _check(recipe: Recipe, inner_steps: int, progress: Any) -> tuple[list[dict[str, Any]], bool]:
+    task, _ = recipes.task_of(recipe, progress)
     task = _in_double(task) if recipe.task else task
     rule = recipes.rule_of(recipe)
     hypers = {key: _moved(hyper, inner_steps) for key, hyper in recipes.hypers_of(recipe).items()}

@@ -18,10 +18,10 @@ from longhorizon import cli_compare as comparing
 from longhorizon import export as exporting
 from longhorizon import recipe as recipes
 from longhorizon import recipe_text
-from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
+from longhorizon.arguments import EXTRA, RECIPE, check_early, file_or_key, next_directory, overrides
+from longhorizon.cli_data import data
 from longhorizon.cli_windows import windows
-from longhorizon.console import Display, make_display, numbers
-from longhorizon.hypers import nearest
+from longhorizon.console import Display, arriving, make_display, numbers
 from longhorizon.offtheshelf import train_off_the_shelf
 from longhorizon.recipe import Recipe, RecipeError
 from longhorizon.tuning import OuterStep, Tuning, plain
@@ -113,6 +113,7 @@ def cli() -> None:
 
 cli.add_command(comparing.compare)
 cli.add_command(windows)
+cli.add_command(data)
 
 
 @cli.command(context_settings=EXTRA, epilog=_settings_help())
@@ -194,7 +195,8 @@ def check(context: click.Context, recipe: Path | None, inner_steps: int, as_json
     from longhorizon.checking import check_engines
 
     recipe, words = file_or_key(recipe, context.args)
-    rows, passed = check_engines(recipes.load_recipe(recipe, overrides(words)), inner_steps)
+    with arriving() as progress:
+        rows, passed = check_engines(recipes.load_recipe(recipe, overrides(words)), inner_steps, progress)
     if as_json:
         print(json.dumps({"passed": passed, "rows": rows}))
     else:
@@ -202,29 +204,6 @@ def check(context: click.Context, recipe: Path | None, inner_steps: int, as_json
             print(f"{row['engine']:<28} {row['error']:<10} {row['verdict']}")
         print("all engines agree" if passed else "the engines DISAGREE")
     if not passed:
-        sys.exit(1)
-
-
-@cli.command()
-@click.argument("names", nargs=-1)
-@click.option("--data-root", default="", help="Where they are kept.  [default: LONGHORIZON_DATA]")
-@click.option("--download", is_flag=True, help="Fetch what is missing.")
-def data(names: tuple[str, ...], data_root: str, download: bool) -> None:
-    """Show which data sets are on disk, and fetch missing ones."""
-    from longhorizon import data as sets
-
-    unknown = [name for name in names if name not in sets.NAMES]
-    if unknown:
-        raise click.UsageError(f"unknown data set {unknown[0]!r}.{nearest(unknown[0], list(sets.NAMES))}")
-    failed = False
-    for name in names or sets.NAMES:
-        try:
-            images = sets.load(name, data_root or None, download=download)
-            print(f"{name}: {len(images.train_labels)} training and {len(images.test_labels)} test images")
-        except (sets.DataError, ImportError) as error:
-            failed = True
-            print(f"{name}: {error}")
-    if failed and names:
         sys.exit(1)
 
 
@@ -255,7 +234,9 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     hypers, rule = recipes.hypers_of(chosen), recipes.rule_of(chosen)
     display = make_display(as_json)
     began = time.monotonic()
-    task, per_epoch = recipes.task_of(chosen, download_note(display.note))
+    check_early(chosen)
+    with arriving() as progress:
+        task, per_epoch = recipes.task_of(chosen, progress)
     horizons = recipes.horizons_of(chosen, per_epoch)
     _check_run(chosen, task, rule, hypers, horizons)
     # Settled now and written down: another number of threads may round differently.

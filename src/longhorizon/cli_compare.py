@@ -13,7 +13,8 @@ import torch
 import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon import recipe_text
-from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
+from longhorizon.arguments import EXTRA, RECIPE, check_early, file_or_key, next_directory, overrides
+from longhorizon.console import arriving
 from longhorizon.recipe import Recipe, RecipeError
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.driver import KIND, Watcher, result_of
@@ -107,7 +108,9 @@ def run(
     names = [name.strip() for name in methods.split(",") if name.strip()]
     show = _Json() if as_json else _Live() if sys.stderr.isatty() else _Plain()
     hypers, rule = recipes.hypers_of(chosen), recipes.rule_of(chosen)
-    task, per_epoch = recipes.task_of(chosen, download_note(show.note))
+    check_early(chosen)
+    with arriving() as progress:
+        task, per_epoch = recipes.task_of(chosen, progress)
     chosen = replace(chosen, threads=recipes.threads_of(chosen, task))
     torch.set_num_threads(chosen.threads)
     try:

@@ -12,6 +12,7 @@ import torch
 import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon.arguments import EXTRA, RECIPE, file_or_key, overrides
+from longhorizon.console import arriving
 from longhorizon.hypers import nearest
 from longhorizon.theory import Windows, analyse, count
 
@@ -42,7 +43,8 @@ def windows(
         raise click.UsageError(f"--key {key!r} is not learnt.{nearest(key, list(hypers))}")
     if runs < 2:
         raise click.UsageError(f"--runs {runs}: expected at least 2, so that there is noise to measure.")
-    task, epoch = recipes.task_of(chosen)
+    with arriving() as progress:
+        task, epoch = recipes.task_of(chosen, progress)
     if schedule:
         path = Path(schedule) / "schedule.json" if Path(schedule).is_dir() else Path(schedule)
         if not path.exists():

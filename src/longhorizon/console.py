@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -215,6 +217,67 @@ class LiveDisplay:
         metrics = "".join(f"   {name} {value:.4g}" for name, value in record.metrics.items())
         table.add_row("validation", f"loss {record.val_loss:.4g}{metrics}", "", "")
         return table
+
+
+@contextmanager
+def arriving() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Shows how files arrive, on stderr: a bar for each on a terminal, elsewhere a line every few seconds."""
+    shown = ArrivingBars() if sys.stderr.isatty() else ArrivingLines()
+    try:
+        yield shown.progress
+    finally:
+        shown.stop()
+
+
+class ArrivingLines:
+    """A line when a file is there, and every few seconds before."""
+
+    every = 3.0  # seconds
+
+    def __init__(self) -> None:
+        self._spoke = time.monotonic()
+
+    def progress(self, name: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if done != total and now - self._spoke < self.every:
+            return
+        self._spoke = now
+        of = f" of {_size(total)}" if total is not None and done != total else ""
+        print(f"{name}: {_size(done)}{of}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None: ...
+
+
+class ArrivingBars:
+    """A bar per file, from its first byte on."""
+
+    def __init__(self) -> None:
+        self._bars: Any = None
+        self._rows: dict[str, Any] = {}
+
+    def progress(self, name: str, done: int, total: int | None) -> None:
+        if self._bars is None:
+            self._bars = _byte_bars()
+            self._bars.start()
+        if name not in self._rows:
+            self._rows[name] = self._bars.add_task(name, total=total)
+        self._bars.update(self._rows[name], completed=done, total=total)
+
+    def stop(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def _byte_bars() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 def _opening(tuning: Tuning) -> str:

@@ -7,14 +7,16 @@ seconds. The graph removes what launching thousands of kernels costs, which for 
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-Precision = Literal["float32", "tf32"]
+Precision = Literal["float32", "tf32", "float64"]
+
+_asked: Precision | None = None  # by the innermost `precision`
 
 # The compiler would lay the model's own images out channels last, for cuDNN. Tangents are channels first; what reads
 # both then reads one of them with a stride.
@@ -28,8 +30,30 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
     torch lets convolutions use TF32, with 10 bits of mantissa, by default. Derivatives through many steps amplify that:
     a Hessian product of WRN-16-1 is off by 5 % in TF32 and by 0.1 % in float32 (benchmarks/results/step_cost_wrn16_*).
     """
-    if kind not in ("float32", "tf32"):
-        raise ValueError(f"precision={kind!r}: expected 'float32' or 'tf32' (or a model in float64).")
+    global _asked
+    if kind not in get_args(Precision):
+        raise ValueError(f"precision={kind!r}: expected 'float32', 'tf32', or 'float64' for a model in float64.")
+    before, _asked = _asked, kind
+    try:
+        with _products(kind):
+            yield
+    finally:
+        _asked = before
+
+
+def check_precision(dtype: torch.dtype) -> None:
+    """Refuse a model that is not in the precision asked for."""
+    if _asked == "tf32" and dtype == torch.float64:
+        raise ValueError("precision='tf32' with a model in float64: TF32 is a rougher float32; choose one of the two.")
+    if _asked == "float64" and dtype != torch.float64:
+        raise ValueError(
+            f"precision='float64' with a model in {str(dtype).removeprefix('torch.')}: make it and its batches float64 "
+            "(image_task takes dtype=torch.float64)."
+        )
+
+
+@contextmanager
+def _products(kind: Precision) -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return

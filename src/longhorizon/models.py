@@ -32,6 +32,10 @@ class MLP(nn.Module):
     ):
         super().__init__()
         widths = (inputs, *hidden, classes)
+        if min(widths) < 1:
+            raise ValueError(
+                f"MLP(inputs={inputs}, hidden={hidden}, classes={classes}): expected widths of at least 1."
+            )
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.activation = activation
 
@@ -256,6 +260,8 @@ class GPT(nn.Module):
         tied: bool = True,
     ):
         super().__init__()
+        if min(layers, width, heads) < 1:
+            raise ValueError(f"GPT(layers={layers}, width={width}, heads={heads}): expected at least 1 of each.")
         if width % heads:
             raise ValueError(f"GPT(width={width}, heads={heads}): the width must be a multiple of the heads.")
         self.tokens = nn.Embedding(vocabulary, width)

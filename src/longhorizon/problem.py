@@ -229,6 +229,7 @@ def make_problem(
     if not val:
         raise ValueError(f"Task.val({seed}) returned no batches: the validation loss needs at least one.")
     problem = Problem(task, rule, dict(hypers), int(steps), seed, chosen, inner, inner.start(), batches, val, traces)
+    cuda.check_precision(problem.dtype)
     _check_losses(problem)
     _check_metrics(problem)
     return problem

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from longhorizon import rules
+from longhorizon import data, rules
 from longhorizon.engines import Adjoint, Engine, Factorial, Forward, Greedy, Hybrid
 from longhorizon.engines.clipping import Clip
 from longhorizon.hypers import Hyper, nearest
@@ -29,6 +29,9 @@ RULES: dict[str, Callable[..., Rule]] = {"sgd": rules.sgd, "adam": rules.adam, "
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ENGINES = ("auto", "forward", "adjoint", "greedy", "smoothed", "hybrid")
 GATES = ("off", "wait", "shrink")
+PRECISIONS = ("float32", "tf32", "float64")
+INITS = ("he", "xavier")
+PROTOCOL = {"batch_size": 256, "val_fraction": 0.05}  # the paper's, for every built-in set but the digits
 SMALL = 2_000_000  # parameters times examples in a batch
 OUTERS = ("sign", "gradient", "adam")
 
@@ -60,11 +63,17 @@ class Recipe:
     model: str = _setting("mlp-64", "a built-in model (mlp-64, lenet, wrn-16-1, resnet-18 …) or your 'module:function'")
     data: str = _setting("digits", "digits, mnist, svhn, cifar10 or cifar100")
     data_root: str = _setting("", "where data sets are; default: the variable LONGHORIZON_DATA, then the cache")
-    batch_size: int = _setting(64, "training examples in a batch")
-    val_fraction: float = _setting(0.2, "share of the training set held out for validation, anew in every outer step")
+    batch_size: int = _setting(64, "training examples in a batch; 256 for other data than digits")
+    val_fraction: float = _setting(
+        0.2,
+        "share of the training set held out for validation, anew in every outer step; 0.05 for other data than digits",
+    )
+    init: str = _setting("", "initialisation of a built-in model: he or xavier; default: its own")
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: str = _setting("float32", "float32 or float64")
-    precision: str = _setting("float32", "of float32 products on a GPU: float32, or tf32, faster and rougher")
+    precision: str = _setting(
+        "float32", "of products: float32; tf32, on a GPU faster and rougher; or float64, which makes dtype so"
+    )
     threads: int = _setting(0, "processor threads; 0: one for a small model, else as many as there are cores")
     rule: dict[str, Any] = _setting(
         None, "optimizer: name (sgd, adam, adamw) and its arguments", lambda: {"name": "sgd"}
@@ -126,9 +135,20 @@ def make_recipe(content: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     for key in ("model", "task"):
         if ":" in str(given.get(key, "")):
             _split_reference(key, given[key])
+    if not given.get("task") and _is_of_the_paper(given.get("data", "digits"), origin):
+        given = PROTOCOL | given
+    if given.get("precision") == "float64":
+        given["dtype"] = "float64"
     recipe = Recipe(**given)
     _check(recipe, origin)
     return recipe
+
+
+def _is_of_the_paper(name: str, origin: str) -> bool:
+    try:
+        return data.key_of(name) != "digits"
+    except ValueError as error:
+        raise RecipeError(f"{origin}: data = {name!r}: {error}") from None
 
 
 def hypers_of(recipe: Recipe) -> dict[str, Hyper]:
@@ -194,8 +214,6 @@ def task_of(recipe: Recipe, progress: Any = None) -> tuple[Task, int]:
         if not isinstance(task, Task):
             raise RecipeError(f"task = {recipe.task!r} returned {type(task).__name__}: expected a longhorizon.Task.")
         return task, 0
-    from longhorizon import data
-
     model: Any = _load(recipe.model, "model") if ":" in recipe.model else recipe.model
     try:
         images = data.image_data(
@@ -207,7 +225,7 @@ def task_of(recipe: Recipe, progress: Any = None) -> tuple[Task, int]:
             root=recipe.data_root or None,
             progress=progress,
         )
-        return images.task(model), images.steps_per_epoch
+        return images.task(model, init=recipe.init or None), images.steps_per_epoch
     except ValueError as error:
         raise RecipeError(str(error)) from error
 
@@ -239,12 +257,13 @@ def _check(recipe: Recipe, origin: str) -> None:
         "engine": (recipe.engine, ENGINES),
         "outer": (recipe.outer, OUTERS),
         "dtype": (recipe.dtype, tuple(DTYPES)),
-        "precision": (recipe.precision, ("float32", "tf32")),
+        "precision": (recipe.precision, PRECISIONS),
+        "init": (recipe.init, ("", *INITS)),
         "gate": (recipe.gate, GATES),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
-            raise RecipeError(f"{origin}: {key} = {value!r}.{nearest(value, list(allowed))}")
+            raise RecipeError(f"{origin}: {key} = {value!r}.{nearest(value, [a for a in allowed if a])}")
     for key, low in (
         ("outer_steps", 1),
         ("seeds", 1),
@@ -270,6 +289,13 @@ def _check(recipe: Recipe, origin: str) -> None:
         raise RecipeError(f"{origin}: checkpoint_seconds = {recipe.checkpoint_seconds}: expected at least 0.")
     if not 0 < recipe.val_fraction < 1:
         raise RecipeError(f"{origin}: val_fraction = {recipe.val_fraction}: expected a share between 0 and 1.")
+    if recipe.precision == "tf32" and recipe.dtype == "float64":
+        raise RecipeError(
+            f"{origin}: precision = 'tf32' with dtype = 'float64': TF32 is a rougher float32; choose one of the two."
+        )
+    if recipe.init and (recipe.task or ":" in recipe.model):
+        own = f"task = {recipe.task!r}" if recipe.task else f"model = {recipe.model!r}"
+        raise RecipeError(f"{origin}: init = {recipe.init!r} is for built-in models; {own} initialises itself.")
     if recipe.engine == "greedy" and recipe.horizon < 1:
         raise RecipeError(f"{origin}: horizon = {recipe.horizon}: expected at least 1.")
     if recipe.device != "auto":

@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from longhorizon.recipe import Recipe
+from longhorizon.recipe import PROTOCOL, Recipe
 
 
 def template() -> str:
@@ -15,7 +15,8 @@ def template() -> str:
         if isinstance(value, dict):
             tables.append((f.name, value, f.metadata["doc"]))
             continue
-        unset = value in ("", 0, 0.0) and f.name in ("task", "data_root", "epochs", "test_steps", "threads")
+        unset = value in ("", 0, 0.0) and f.name in ("task", "data_root", "init", "epochs", "test_steps", "threads")
+        unset = unset or f.name in PROTOCOL  # depends on the data
         lines.append(f"{'# ' if unset else ''}{f.name} = {_toml(value)}  # {f.metadata['doc']}")
     for name, value, doc in tables:
         lines += ["", f"# {doc}"]

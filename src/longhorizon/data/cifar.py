@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhorizon.data.download import Remote, Source
+from longhorizon.data.download import Remote, Source, content_of
 from longhorizon.data.error import DataError
 from longhorizon.data.images import Augment, Images
 
@@ -90,12 +90,19 @@ def read_batch(path: Path, key: str, classes: int) -> tuple[Tensor, Tensor]:
         DataError: if the file is truncated, asks for code to be run, or holds something else.
     """
     remedy = "delete it and it will be downloaded again."
+    pickled = content_of(path)
     try:
-        content = _Unpickler(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+        content = _Unpickler(io.BytesIO(pickled), encoding="latin1").load()
     except Exception as error:  # broken bytes make a pickle raise nearly anything
         raise DataError(f"{path} is no CIFAR file ({type(error).__name__}: {error}); {remedy}") from None
     data, labels = _entry(content, "data"), _entry(content, key)
-    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * 32 * 32:
+    if (
+        not isinstance(data, np.ndarray)
+        or data.dtype != np.uint8
+        or data.ndim != 2
+        or data.shape[1] != 3 * 32 * 32
+        or not len(data)
+    ):
         found = f"{data.dtype} {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
         raise DataError(f"{path}: 'data' is {found}: expected a uint8 array (count, 3072); {remedy}")
     if not isinstance(labels, list) or len(labels) != len(data):

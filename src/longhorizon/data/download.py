@@ -7,6 +7,7 @@ is complete. A second process that wants the same data set waits for the first.
 import hashlib
 import http.client
 import os
+import stat
 import tarfile
 import urllib.error
 import urllib.request
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhorizon.data.error import DataError
+from longhorizon.data.error import DataError, MissingDataError
 from longhorizon.data.root import VARIABLE
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all if the server says
@@ -24,6 +25,7 @@ Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, by
 TIMEOUT = 30.0  # seconds without a byte
 ATTEMPTS = 3  # at one address, each going on from where the last one ended
 CHUNK = 1 << 20
+TOLD_EVERY = 1 << 18  # bytes between two calls of `progress`
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,26 @@ class Source:
 def find(folder: Path, name: str) -> Path:
     """The file on disk, compressed or not (its plain path if it is missing)."""
     packed = folder / f"{name}.gz"
-    return packed if packed.is_file() and not (folder / name).is_file() else folder / name
+    return packed if _is_file(packed) and not _is_file(folder / name) else folder / name
 
 
 def missing(source: Source, folder: Path) -> list[str]:
-    """The files that a folder lacks."""
-    return [name for name in source.files if not find(folder, name).is_file()]
+    """The files that a folder lacks.
+
+    Raises:
+        DataError: if the folder may not be searched.
+    """
+    return [name for name in source.files if not _is_file(find(folder, name))]
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        DataError: if it may not or cannot be read, which says nothing about what is in it.
+    """
+    with _readable(path):
+        return path.read_bytes()
 
 
 def locate(source: Source, root: Path) -> Path:
@@ -74,15 +90,17 @@ def obtain(
         root: the data root.
         download: whether missing files may be downloaded.
         verify: check the md5 of files that were there already.
-        progress: called with (file name, bytes so far, bytes in all or None) while something is downloaded.
+        progress: called with (file name, bytes so far, bytes in all or None) while something is downloaded, and with
+            "md5 of " and the name while it is checked.
 
     Raises:
-        DataError: naming what is missing, where it was looked for, and how to get it.
+        MissingDataError: naming what is missing, where it was looked for, and how to get it.
+        DataError: naming the file that is broken, or cannot be read.
     """
     folder = locate(source, root)
     lacking = missing(source, folder)
     if lacking and not download:
-        raise DataError(_sentence(source, folder, lacking, "download=False forbids to fetch it"))
+        raise MissingDataError(_sentence(source, folder, "download=True or --download would fetch it"))
     if lacking:
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -92,20 +110,21 @@ def obtain(
                     if set(remote.provides) & set(missing(source, folder)):
                         _get(remote, folder, progress)
         except OSError as error:
-            raise DataError(_sentence(source, folder, lacking, str(error))) from None
+            raise MissingDataError(_sentence(source, folder, str(error))) from None
     if verify:
         for name in source.files:
-            check_md5(find(folder, name), source.md5)
+            check_md5(find(folder, name), source.md5, progress)
     return folder
 
 
-def check_md5(path: Path, expected: Mapping[str, str]) -> None:
+def check_md5(path: Path, expected: Mapping[str, str], progress: Progress | None = None) -> None:
     """Compare a file with what was published.
 
     Raises:
         DataError: if they differ.
     """
-    got = md5_of(path)
+    with _readable(path):
+        got = md5_of(path, progress)
     if got != expected[path.name]:
         raise DataError(
             f"{path} has md5 {got}, but the published file has {expected[path.name]}; delete it and it will be "
@@ -136,10 +155,17 @@ def fetch(remote: Remote, folder: Path, progress: Progress | None = None) -> Pat
     raise OSError("; ".join(reasons))
 
 
-def md5_of(path: Path) -> str:
+def md5_of(path: Path, progress: Progress | None = None) -> str:
     """The md5 of a file, in hexadecimal."""
+    digest, done = hashlib.md5(), 0
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
+        total = os.fstat(file.fileno()).st_size
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            if progress is not None:
+                progress(f"md5 of {path.name}", done, total)
+    return digest.hexdigest()
 
 
 def _get(remote: Remote, folder: Path, progress: Progress | None) -> None:
@@ -212,10 +238,12 @@ def _receive(url: str, part: Path, name: str, progress: Progress | None) -> None
             if error.code == 416 and have:  # what we have is longer than the file
                 part.unlink()
                 continue
-            raise
+            if error.code < 500 or attempt > 1:
+                raise
+            continue
         except (OSError, http.client.HTTPException):
             now = part.stat().st_size if part.is_file() else 0
-            if attempt == ATTEMPTS or now == have:  # no use going on if nothing came
+            if attempt == ATTEMPTS or (now == have and attempt > 1):  # no use going on if nothing comes
                 raise
             continue
         if total is None or have == total:
@@ -230,14 +258,18 @@ def _transfer(
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
         goes_on = have > 0 and response.status == 206
         have = have if goes_on else 0
-        length = response.headers.get("Content-Length")
-        total = have + int(length) if length is not None else None
+        length = response.headers.get("Content-Length", "")
+        total = have + int(length) if length.isdecimal() else None  # what is no number says nothing
+        told = have
         with part.open("ab" if goes_on else "wb") as file:
-            while chunk := response.read(CHUNK):
+            while chunk := response.read1(CHUNK):  # what is there: a full chunk would be lost with the connection
                 file.write(chunk)
                 have += len(chunk)
-                if progress is not None:
+                if progress is not None and (have - told >= TOLD_EVERY or have == total):
                     progress(name, have, total)
+                    told = have
+            if progress is not None and told < have:
+                progress(name, have, total)
             file.flush()
             os.fsync(file.fileno())
     return have, total
@@ -254,14 +286,33 @@ def _alone(lock: Path) -> Iterator[None]:
     while True:
         file = lock.open("w")
         fcntl.flock(file, fcntl.LOCK_EX)
-        if lock.exists() and os.path.samestat(os.fstat(file.fileno()), lock.stat()):
-            break
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                break
+        except FileNotFoundError:
+            pass
         file.close()  # whoever held it has removed it: take the next one
     try:
         yield
     finally:
         lock.unlink(missing_ok=True)
         file.close()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _is_file(path: Path) -> bool:
+    with _readable(path):  # not Path.is_file: whether it sees that a folder may not be searched depends on Python
+        try:
+            return stat.S_ISREG(path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def _sync_folder(folder: Path) -> None:
@@ -280,12 +331,15 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _sentence(source: Source, folder: Path, lacking: Sequence[str], reason: str) -> str:
+def _sentence(source: Source, folder: Path, reason: str) -> str:
+    lacking = missing(source, folder)  # now: part of it may have come
+    if not lacking:
+        return f"{source.title} in {folder} could not be completed: {reason}"
     needed = [remote for remote in source.remotes if set(remote.provides) & set(lacking)]
     urls = ", ".join(remote.urls[0] for remote in needed)
     unpacked = " and unpack it" if any(remote.is_archive for remote in needed) else ""
     return (
         f"{source.title} is missing: {folder} lacks {', '.join(lacking)}, and it was not downloaded ({reason}); "
-        f"fetch {urls}{unpacked} so that they lie there, or say where they are with `root=` or the environment "
-        f"variable {VARIABLE}."
+        f"fetch {urls}{unpacked} so that they lie there, or say where they are with the environment variable "
+        f"{VARIABLE} (or `root=`, on the command line --data-root)."
     )

@@ -19,8 +19,8 @@ class Augment:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.pad < 0:
-            raise ValueError(f"Augment(pad={self.pad}): expected 0 or more pixels.")
+        if isinstance(self.pad, bool) or not isinstance(self.pad, int) or self.pad < 0:
+            raise ValueError(f"Augment(pad={self.pad!r}): expected a whole number of pixels, 0 or more.")
 
 
 PLAIN = Augment(pad=0, flip=False)

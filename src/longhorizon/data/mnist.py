@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhorizon.data.download import Remote, Source, find
+from longhorizon.data.download import Remote, Source, content_of, find
 from longhorizon.data.error import DataError
 from longhorizon.data.images import Images
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
+_REMEDY = "delete it and it will be downloaded again."
 _MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
 _MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -42,18 +43,39 @@ def read(folder: Path) -> Images:
     Raises:
         DataError: naming the file that is missing or broken.
     """
-    parts = [read_idx(find(folder, name), ndim=3 if "images" in name else 1) for name in FILES]
-    train_images, train_labels, test_images, test_labels = parts
+    paths = [find(folder, name) for name in FILES]
+    train_images, train_labels = read_pair(*paths[:2])
+    test_images, test_labels = read_pair(*paths[2:])
     return Images(
         "MNIST",
-        train_images.unsqueeze(1),
-        train_labels.long(),
-        test_images.unsqueeze(1),
-        test_labels.long(),
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
         classes=10,
         mean=(0.1307,),
         std=(0.3081,),
     )
+
+
+def read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
+    """The images of one file and the labels of another.
+
+    Raises:
+        DataError: naming the file that is broken, or is not MNIST's.
+    """
+    images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
+    if len(images) == 0 or images.shape[1:] != (28, 28):
+        shape = " × ".join(map(str, images.shape))
+        raise DataError(f"{images_path} holds {shape} pixels: expected some images of 28 × 28; {_REMEDY}")
+    if len(labels) != len(images):
+        raise DataError(
+            f"{labels_path} holds {len(labels)} labels, and {images_path.name} {len(images)} images: expected one "
+            "each; delete the one that is wrong and it will be downloaded again."
+        )
+    if int(labels.max()) > 9:
+        raise DataError(f"{labels_path} has the label {int(labels.max())}: expected 0 to 9; {_REMEDY}")
+    return images.unsqueeze(1), labels.long()
 
 
 def read_idx(path: Path, ndim: int) -> Tensor:
@@ -65,20 +87,17 @@ def read_idx(path: Path, ndim: int) -> Tensor:
     Raises:
         DataError: if the file is truncated, too long, or something else.
     """
+    content = content_of(path)
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be unpacked ({error}); delete it and it will be downloaded again.") from None
+        raise DataError(f"{path} cannot be unpacked ({error}); {_REMEDY}") from None
     if content[:4] != bytes((0, 0, 8, ndim)) or len(content) < 4 + 4 * ndim:
         raise DataError(
-            f"{path} is no idx file of bytes in {ndim} dimensions: it begins with {content[:4]!r}; "
-            "delete it and it will be downloaded again."
+            f"{path} is no idx file of bytes in {ndim} dimensions: it begins with {content[:4]!r}; {_REMEDY}"
         )
     shape = [int(n) for n in np.frombuffer(content, ">u4", count=ndim, offset=4)]
     got, expected = len(content) - 4 - 4 * ndim, math.prod(shape)
     if got != expected:
-        raise DataError(
-            f"{path} promises {' × '.join(map(str, shape))} bytes and has {got}; "
-            "delete it and it will be downloaded again."
-        )
+        raise DataError(f"{path} promises {' × '.join(map(str, shape))} bytes and has {got}; {_REMEDY}")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * ndim).reshape(shape).copy())

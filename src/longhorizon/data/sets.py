@@ -20,6 +20,21 @@ _ON_DISK: dict[str, tuple[Source, Callable[[Path], Images]]] = {
 NAMES = ("digits", *_ON_DISK)
 
 
+def key_of(name: str) -> str:
+    """The name in `NAMES` that is meant.
+
+    Raises:
+        ValueError: if it is unknown.
+
+    >>> key_of("CIFAR-10")
+    'cifar10'
+    """
+    key = name.lower().replace("-", "").replace("_", "")
+    if key not in NAMES:
+        raise ValueError(f"unknown data set {name!r}.{nearest(key, NAMES)}")
+    return key
+
+
 def load(
     name: str,
     root: str | os.PathLike[str] | None = None,
@@ -35,15 +50,14 @@ def load(
         root: the data root; see `data_root`. Digits need none.
         download: fetch files that are missing from their official addresses, checked by md5.
         verify: check the md5 of files that were there already. Without it, their structure is checked.
-        progress: called with (file name, bytes so far, bytes in all or None) while something is downloaded.
+        progress: called with (file name, bytes so far, bytes in all or None) while something is downloaded, and with
+            "md5 of " and the name while it is checked.
 
     Raises:
         ValueError: if the name is unknown.
         DataError: naming the file that is missing or broken, and what to do.
     """
-    key = name.lower().replace("-", "").replace("_", "")
-    if key not in NAMES:
-        raise ValueError(f"unknown data set {name!r}.{nearest(key, NAMES)}")
+    key = key_of(name)
     if key == "digits":
         return digits.read()
     source, read = _ON_DISK[key]

@@ -1,6 +1,7 @@
 """SVHN, cropped digits: `train_32x32.mat` and `test_32x32.mat`, in `SVHN` or in the data root itself."""
 
 import importlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhorizon.data.download import Remote, Source
+from longhorizon.data.download import Remote, Source, content_of
 from longhorizon.data.error import DataError
 from longhorizon.data.images import Images
 
@@ -55,24 +56,28 @@ def read_mat(path: Path) -> tuple[Tensor, Tensor]:
         DataError: if the file is truncated or something else, or if scipy is not installed.
     """
     try:
-        io: Any = importlib.import_module("scipy.io")
+        scipy_io: Any = importlib.import_module("scipy.io")
     except ImportError:
         raise DataError(
             "reading SVHN needs scipy, which is missing: pip install scipy (or 'longhorizon[cli]', which brings it)."
         ) from None
     remedy = "delete it and it will be downloaded again."
+    written = content_of(path)
     try:
-        content = io.loadmat(path, variable_names=["X", "y"])
+        content = scipy_io.loadmat(io.BytesIO(written), variable_names=["X", "y"])
     except Exception as error:  # scipy raises whatever the broken bytes lead to
         raise DataError(f"{path} is no MATLAB file that scipy can read ({error}); {remedy}") from None
     if "X" not in content or "y" not in content:
         raise DataError(f"{path} lacks the variable {'X' if 'X' not in content else 'y'}; {remedy}")
-    images, labels = content["X"], content["y"].reshape(-1)
+    images, labels = np.asarray(content["X"]), np.asarray(content["y"]).reshape(-1)
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[:3] != (32, 32, 3):
         raise DataError(f"{path}: X is {images.dtype} {images.shape}: expected uint8 (32, 32, 3, count); {remedy}")
-    if len(labels) != images.shape[3] or len(labels) == 0 or labels.min() < 0 or labels.max() > 10:
+    if len(labels) != images.shape[3] or len(labels) == 0:
         raise DataError(
             f"{path}: y has {len(labels)} labels for {images.shape[3]} images: expected one each, 1 to 10; {remedy}"
         )
+    wrong = labels[~np.isin(labels, np.arange(1, 11))] if labels.dtype.kind in "uif" else labels
+    if len(wrong):
+        raise DataError(f"{path}: y has the label {wrong[0]}: expected 1 to 10, 10 for the digit 0; {remedy}")
     pixels = torch.from_numpy(np.ascontiguousarray(images.transpose(3, 2, 0, 1)))
     return pixels, torch.from_numpy(labels.astype(np.int64) % 10)

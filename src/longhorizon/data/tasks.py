@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -101,6 +102,7 @@ def image_data(
     dtype: torch.dtype = torch.float32,
     root: str | os.PathLike[str] | None = None,
     download: bool = True,
+    verify: bool = False,
     progress: Progress | None = None,
 ) -> ImageData:
     """Lay a data set out on a device, ready to be trained on.
@@ -117,18 +119,24 @@ def image_data(
         dtype: of the batches, and of models made by `task`.
         root: the data root, for a name; see `data_root`.
         download: whether missing files may be downloaded.
+        verify: check the md5 of files that were there already; see `load`.
         progress: called with (file name, bytes so far, bytes in all or None) while something is downloaded.
 
     Raises:
         ValueError: naming the argument that does not fit.
         DataError: if the data set is missing or broken.
     """
+    for name, size in (("batch_size", batch_size), ("val_batch_size", 1 if val_batch_size is None else val_batch_size)):
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+            raise ValueError(f"{name}={size!r}: expected a whole number of images, at least 1.")
+    if augment is not None and not isinstance(augment, bool | Augment):
+        raise TypeError(f"augment={augment!r}: expected longhorizon.data.Augment, True, False or None.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype!r}: expected torch.float32 or another type of floating point.")
     if isinstance(data, str):
-        data = load(data, root, download=download, progress=progress)
+        data = load(data, root, download=download, verify=verify, progress=progress)
     elif not isinstance(data, Images):
         raise TypeError(f"data={data!r}: expected a name or longhorizon.data.Images.")
-    if val_batch_size is not None and val_batch_size < 1:
-        raise ValueError(f"val_batch_size={val_batch_size}: expected at least 1.")
     if augment is None:
         augment = data.augment
     elif isinstance(augment, bool):
@@ -163,6 +171,7 @@ def image_task(
     dtype: torch.dtype = torch.float32,
     root: str | os.PathLike[str] | None = None,
     download: bool = True,
+    verify: bool = False,
     progress: Progress | None = None,
     init: str | None = None,
 ) -> Task:
@@ -190,6 +199,7 @@ def image_task(
         dtype=dtype,
         root=root,
         download=download,
+        verify=verify,
         progress=progress,
     )
     return made.task(model, val_mode, init)
