@@ -132,6 +132,50 @@ def test_an_error_in_the_user_s_code_says_where(tmp_path):
     assert "Traceback" not in said
 
 
+TESTED = """
+import os, torch, longhorizon as lh
+x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+def loss(model, batch, hypers):
+    return (1 + hypers["push"]) * (model(batch) - 1).square().mean()
+
+def test():
+    with open("calls", "a") as file:
+        file.write(".")
+    if os.path.getsize("calls") == 3:  # two trainings of the learnt schedule are behind it
+        raise KeyboardInterrupt
+    return [x]
+
+def task():
+    return lh.Task(lambda: torch.nn.Linear(3, 1), loss, lambda seed: [x] * 50, lambda seed: [x], test=test,
+                   val_loss=lambda model, batch: (model(batch) - 1).square().mean())
+"""
+
+
+def test_what_is_tested_is_kept_and_a_learnt_loss_compared(tmp_path):
+    """The schedules off the shelf take what the loss reads at its start."""
+    (tmp_path / "mine.py").write_text(TESTED)
+    words = ["--hypers.lr.start", "0.1", "--hypers.push.start", "0.0", "--hypers.push.step", "0.1"]
+    counts = ["--steps", "6", "--outer-steps", "1", "--test-seeds", "2"]
+    done = call("tune", "--task", "mine:task", "--dir", "run", *words, *counts, cwd=tmp_path, code=130)
+    assert "stopped while testing; what is tested, and the schedule, are in run" in done.stderr
+    stopped = json.loads((tmp_path / "run/result.json").read_text())
+    assert list(stopped["test"]) == ["learnt"]
+    assert len(stopped["test_runs"]["learnt"]) == 2
+
+    call("resume", "run", cwd=tmp_path)
+    whole = json.loads((tmp_path / "run/result.json").read_text())
+    assert len(whole["test"]) == 4
+    assert whole["test"]["learnt"] == stopped["test"]["learnt"]
+    assert len((tmp_path / "calls").read_text()) == 3 + 2 * 3  # nothing is trained twice
+
+    done = call("resume", "run", cwd=tmp_path)
+    assert len((tmp_path / "calls").read_text()) == 9
+    assert json.loads((tmp_path / "run/result.json").read_text()) == whole
+    assert "testing" not in done.stderr
+    assert "test, cosine" in done.stdout
+
+
 def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):
     words = ["--hypers.lr.start", "1e30", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1.0", "--test-seeds", "1"]
     lines = call("tune", "--json", *SMALL, *words, cwd=tmp_path).stdout.splitlines()

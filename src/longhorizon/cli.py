@@ -19,12 +19,12 @@ from longhorizon import export as exporting
 from longhorizon import recipe as recipes
 from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, download_note, file_or_key, next_directory, overrides
+from longhorizon.cli_result import conclude, write_result
 from longhorizon.cli_windows import windows
-from longhorizon.console import Display, make_display, numbers
+from longhorizon.console import make_display
 from longhorizon.hypers import nearest
-from longhorizon.offtheshelf import train_off_the_shelf
 from longhorizon.recipe import Recipe, RecipeError
-from longhorizon.tuning import OuterStep, Tuning, plain
+from longhorizon.tuning import OuterStep, Tuning
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
 _OURS = Path(__file__).parent
@@ -307,13 +307,16 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     # Outer steps of an earlier process count; so does what this one spent around its own.
     seconds = time.monotonic() - began + sum(record.seconds for record in tuned.history if record.index not in done)
     try:
-        result = _result(chosen, task, rule, hypers, tuned, max(horizons), seconds, display)
+        with lh.RunDirectory(path) as directory:
+            result = write_result(
+                directory, chosen, task, rule, hypers, tuned, max(horizons), seconds if done else None, display.note
+            )
     except KeyboardInterrupt:
         raise lh.Interrupted(
-            f"stopped while testing; the schedule is in {path}. Test it with: longhorizon resume {path}"
+            f"stopped while testing; what is tested, and the schedule, are in {path}. "
+            f"Test the rest with: longhorizon resume {path}"
         ) from None
-    lh.RunDirectory(path).save_json("result.json", plain(result))
-    _conclude(result, tuned, path, as_json, display)
+    conclude(result, tuned, path, as_json)
 
 
 def _check_run(chosen: Recipe, task: lh.Task, rule: lh.Rule, hypers: dict[str, lh.Hyper], horizons: list[int]) -> None:
@@ -322,50 +325,6 @@ def _check_run(chosen: Recipe, task: lh.Task, rule: lh.Rule, hypers: dict[str, l
         Tuning(task, rule, hypers, steps=horizons, outer_steps=chosen.outer_steps, outer=recipes.outer_of(chosen))
     except (TypeError, ValueError) as error:
         raise RecipeError(str(error)) from error
-
-
-def _result(
-    chosen: Recipe,
-    task: lh.Task,
-    rule: lh.Rule,
-    hypers: dict[str, lh.Hyper],
-    tuned: lh.Tuned,
-    steps: int,
-    seconds: float,
-    display: Display,
-) -> dict[str, Any]:
-    """What came out, tested if there is test data."""
-    result: dict[str, Any] = {
-        "schedule": {key: list(v) for key, v in tuned.schedule.values.items()},
-        "best": {key: list(v) for key, v in tuned.best.values.items()},
-        "converged": tuned.converged,
-        "outer_steps": len(tuned.history),
-        "seconds": seconds,
-        "engine": tuned.history[-1].engine if tuned.history else "",
-    }
-    if task.test is None or not chosen.test_seeds:
-        return result
-    steps = chosen.test_steps or steps
-    display.note(f"testing: {chosen.test_seeds} trainings from scratch of {steps} steps each, per schedule")
-    tested = {"learnt": lh.retrain(task, rule, hypers, tuned.schedule, steps=steps, seeds=chosen.test_seeds)}
-    if chosen.compare and rule.name == "sgd":
-        tested |= train_off_the_shelf(task, rule, steps, chosen.test_seeds)
-    return result | {"test": {name: found.summary() for name, found in tested.items()}, "test_steps": steps}
-
-
-def _conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool, display: Display) -> None:
-    if as_json:
-        print(json.dumps({"event": "result", "dir": str(path), **plain(result)}))
-        return
-    for key in tuned.schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
-        print(f"{key:<14} {numbers(tuned.schedule[key], 12)}")
-    for name, found in result.get("test", {}).items():
-        cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
-        print(f"test, {name + ':':<32} {cells}")
-    ending = ", until every step had become small," if result["converged"] else ""
-    print(f"{result['outer_steps']} outer steps{ending} in {result['seconds']:.1f} s; all of it is in {path}")
-    print(f"look at it:  longhorizon report {path}")
-    print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')
 
 
 def _recorders(

@@ -38,8 +38,12 @@ class Retrained:
 
     def summary(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation over the seeds, of the loss and of every metric."""
-        found = {"loss": self.test_loss, **self.metrics}
-        return {name: (mean(v), stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}
+        return {name: mean_and_deviation(v) for name, v in {"loss": self.test_loss, **self.metrics}.items()}
+
+
+def mean_and_deviation(found: Sequence[float]) -> tuple[float, float]:
+    """Of one number per seed; a single one deviates from nothing."""
+    return mean(found), stdev(found) if len(found) > 1 else 0.0
 
 
 def retrain(

@@ -180,6 +180,14 @@ class RunDirectory:
         """Write any other result."""
         self._write(name, json.dumps(content, indent=2).encode())
 
+    def result(self) -> dict[str, Any]:
+        """The content of result.json; nothing if it is missing or unreadable."""
+        try:
+            content = json.loads((self.path / "result.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
     def _write(self, name: str, content: bytes) -> None:
         path = self.path / name
         partial = path.with_name(name + ".part")
