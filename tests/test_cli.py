@@ -203,6 +203,14 @@ def test_plain_lines_when_not_a_terminal(tmp_path):
     assert "lh.Schedule.load(" in done.stdout
 
 
+def test_a_number_may_begin_or_end_with_its_point(tmp_path):
+    words = ["--hypers.lr.start", "[.1, -.2, 1.]", "--hypers.momentum.start", ".5", "--hypers.momentum.low", "-1."]
+    call("tune", "--dir", "r", *SMALL, *words, cwd=tmp_path)
+    hypers = json.loads((tmp_path / "r/run.json").read_text())["settings"]["hypers"]
+    assert hypers["lr"]["start"] == [0.1, -0.2, 1.0]
+    assert (hypers["momentum"]["start"], hypers["momentum"]["low"]) == ([0.5], -1.0)
+
+
 def test_a_recipe_from_init_runs_with_overrides_and_own_code(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
@@ -269,6 +277,7 @@ BAD_RECIPES = {
     "outer rate": ("outer_rate = -1.0", "outer_rate = -1.0: expected a positive number"),
     "data": ('data = "cifar"', "Did you mean 'cifar10'?"),
     "own code": ('task = "shutil:rmtree"', "missing 1 required positional argument"),
+    "endless": ("epochs = inf", "epochs = inf: expected finite numbers"),
     "bounds": ("[hypers.lr]\nstart = 0.1\nlow = 0.2", "outside [0.2, inf]"),
 }
 
@@ -291,6 +300,7 @@ USAGE = {
     "unknown override": (["tune", "--steps", "9", "--outer-stepz", "3"], "Did you mean 'outer_steps'?"),
     "resume nowhere": (["resume", "none"], "none does not exist"),
     "report nowhere": (["report", "none"], "none does not exist"),
+    "report a file": (["report", "/dev/null"], "/dev/null is a file, not the directory of a run"),
     "export nothing": (["export", "."], "is no run directory: it has no run.json"),
     "export format": (["export", ".", "--format", "xml"], "'xml' is not one of"),
     "export steps": (["export", ".", "--format", "csv", "--steps", "-5"], "-5 is not in the range x>=1"),

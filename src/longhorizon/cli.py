@@ -168,20 +168,29 @@ def report(dir: Path, out: Path | None) -> None:
     "--steps", default=1000, show_default=True, type=click.IntRange(1), help="csv: length of the run to write out."
 )
 def export(dir: Path, format: str, best: bool, steps: int) -> None:
-    """Print the learnt schedule (of a run, or in a schedule file) as plain Python, JSON or CSV."""
-    path = dir
-    if dir.is_dir() or not dir.exists():
-        lh.RunDirectory(dir).describe()
-        path = dir / ("best.json" if best else "schedule.json")
-    if not path.exists():
-        raise lh.RunError(f"{path} is not there: no outer step is done yet, or it was deleted; resume writes it again.")
-    schedule = lh.Schedule.load(path)
+    """Print the learnt schedule (of a run, or in a schedule file) as plain Python, JSON or CSV.
+
+    Of a comparison it prints what won.
+    """
+    schedule = _schedule(dir, best)
     text = {
         "python": lambda: exporting.to_python(schedule),
         "json": lambda: json.dumps(schedule.to_dict(), indent=2) + "\n",
         "csv": lambda: exporting.to_csv(schedule, steps),
     }[format]()
     sys.stdout.write(text)
+
+
+def _schedule(path: Path, best: bool) -> lh.Schedule:
+    if path.is_dir() or not path.exists():
+        if comparing.is_comparison(path):
+            schedule, named = comparing.winner(path)
+            print(f"{path} is a comparison; this is what won it: {named}", file=sys.stderr)
+            return schedule
+        path = path / ("best.json" if best else "schedule.json")
+    if not path.exists():
+        raise lh.RunError(f"{path} is not there: no outer step is done yet, or it was deleted; resume writes it again.")
+    return lh.Schedule.load(path)
 
 
 @cli.command(context_settings=EXTRA)

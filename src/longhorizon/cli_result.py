@@ -93,6 +93,7 @@ def conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool)
         cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
         print(f"test, {name + ':':<32} {cells}")
     ending = ", until every step had become small," if result["converged"] else ""
-    print(f"{result['outer_steps']} outer steps{ending} in {result['seconds']:.1f} s; all of it is in {path}")
+    steps = result["outer_steps"]
+    print(f"{steps} outer step{'s' * (steps != 1)}{ending} in {result['seconds']:.1f} s; all of it is in {path}")
     print(f"look at it:  longhorizon report {path}")
     print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')

@@ -42,6 +42,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ValueError(f"dir={path!r}: expected the name of a directory; '.' is the one you are in.")
         self.path = Path(path)
         self._lock: int | None = None
 
@@ -119,7 +121,8 @@ class RunDirectory:
         """The content of run.json."""
         path = self.path / "run.json"
         if not self.path.is_dir():
-            raise RunError(f"{self.path} does not exist.")
+            is_file = self.path.exists()
+            raise RunError(f"{self.path} {'is a file, not the directory of a run' if is_file else 'does not exist'}.")
         if not path.exists():
             raise RunError(f"{self.path} is no run directory: it has no run.json.")
         try:

@@ -83,7 +83,7 @@ def _fits(saved: Any, like: Tensor) -> bool:
     """Whether a saved leaf can take the place of another; rows of runs have one dimension more."""
     if not isinstance(saved, Tensor) or saved.dtype != like.dtype:
         return False
-    return saved.shape == like.shape or saved.shape[1:] == like.shape and saved.ndim == like.ndim + 1
+    return saved.shape == like.shape or (saved.shape[1:] == like.shape and saved.ndim == like.ndim + 1)
 
 
 def _shown(leaf: Any) -> str:
