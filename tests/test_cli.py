@@ -105,6 +105,15 @@ def test_more_outer_steps_are_still_more_when_it_is_killed_on_the_way(finished, 
     assert "4 outer steps" in done.stdout
 
 
+def test_fewer_outer_steps_than_are_done_are_refused(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    done = call("resume", "run", "--outer-steps", 1, cwd=tmp_path, code=2)
+    assert "--outer-steps 1: run has done" in done.stderr
+    assert "give at least as many" in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
 def test_an_outer_step_of_one_inner_step(tmp_path):
     done = call("tune", "--steps", 1, "--outer-steps", 2, "--hypers.lr.windows", 1, "--test-seeds", 0, cwd=tmp_path)
     assert "outer step 1/2" in done.stderr

@@ -136,7 +136,9 @@ def tune(
 
 @cli.command()
 @_DIR
-@click.option("--outer-steps", default=0, help="Go on to this many outer steps.  [default: as begun]")
+@click.option(
+    "--outer-steps", default=0, type=click.IntRange(0), help="Go on to this many outer steps.  [default: as begun]"
+)
 @_JSON
 @_recorded
 def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna_storage: str) -> None:
@@ -146,6 +148,9 @@ def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna
             raise click.UsageError(f"{dir} is a comparison: its outer steps define the search, and stay.")
         comparing.run(_recipe_of(dir), dir, as_json=as_json, **comparing.plan_of(dir))
         return
+    done = len(lh.RunDirectory(dir).journal())
+    if 0 < outer_steps < done:
+        raise click.UsageError(f"--outer-steps {outer_steps}: {dir} has done {done} already; give at least as many.")
     _tune(_recipe_of(dir, outer_steps), dir, as_json, tensorboard, optuna_storage)
 
 
