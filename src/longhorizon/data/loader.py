@@ -95,7 +95,7 @@ def _check_function(name: str, make_loader: object) -> None:
 @contextmanager
 def _seeded(*parts: int) -> Iterator[None]:
     """Seed everything for a moment."""
-    with seeds.isolated():
+    with seeds.restored():  # a run may read its batches in another thread, so nobody is kept waiting here
         seeds.seed_all(seeds.mix(*parts, seeds.FETCH))
         yield
 
