@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from statistics import mean, stdev
 
 import torch
@@ -42,7 +43,9 @@ class Retrained:
 
 
 def mean_and_deviation(found: Sequence[float]) -> tuple[float, float]:
-    """Of one number per seed; a single one deviates from nothing."""
+    """Of one number per seed; a single one deviates from nothing, and with one that is not finite neither is known."""
+    if not all(map(isfinite, found)):
+        return nan, nan
     return mean(found), stdev(found) if len(found) > 1 else 0.0
 
 
