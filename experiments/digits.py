@@ -63,7 +63,7 @@ def main() -> None:
         name: summary([r[name]["loss"] for r in runs], [r[name]["accuracy"] for r in runs])
         for name in ("learnt", "best by validation")
     }
-    for name, found in train_off_the_shelf(task, rule, steps, tuning_seeds * test_seeds).items():
+    for name, found in train_off_the_shelf(task, rule, hypers, steps, tuning_seeds * test_seeds).items():
         table[name] = summary([found.test_loss], [found.metrics["accuracy"]])
     content = {
         "environment": environment(),

@@ -294,6 +294,8 @@ TUNES = {name: CALLS[name] for name in OF_TUNE} | {
     "seconds": ({"checkpoint_seconds": "30"}, ValueError, r"checkpoint_seconds='30': expected a number of seconds"),
     "seconds NaN": ({"checkpoint_seconds": math.nan}, ValueError, r"checkpoint_seconds=nan"),
     "on_step": ({"on_step": 3}, TypeError, r"on_step=3: expected a function or None"),
+    "traces": ({"traces": 3}, TypeError, r"traces=3: expected a Traces"),
+    "outer": ({"outer": lambda p: 3}, TypeError, r"outer returned 3: expected a torch.optim optimizer"),
 }
 
 
@@ -306,6 +308,14 @@ def test_a_bad_call_of_tune_is_refused_before_anything_is_written(name, tmp_path
         with pytest.raises(error, match=words):
             tune(dir=tmp_path / "run", **changes)
         assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dir", ["", 3])
+def test_a_directory_without_a_name_is_refused(dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"dir={dir!r}: expected the name of a directory"):
+        tune(dir=dir)
+    assert not list(tmp_path.iterdir())
 
 
 def test_retrain_refuses_what_is_no_task():
@@ -371,8 +381,10 @@ CONSTRUCTORS = {
     "grad_clip": (
         lambda: lh.clipped(lh.sgd(), 0.0),
         ValueError,
-        r"clipped\(grad_clip=0.0\): the clip level must be positive",
+        r"clipped\(grad_clip=0.0\): the clip level must be a positive number",
     ),
+    "grad_clip string": (lambda: lh.clipped(lh.sgd(), "a"), ValueError, r"clipped\(grad_clip='a'\)"),
+    "clipped nothing": (lambda: lh.clipped(3, 1.0), TypeError, r"clipped\(rule=3\): expected a rule such as"),
 }
 
 

@@ -105,6 +105,15 @@ def test_more_outer_steps_are_still_more_when_it_is_killed_on_the_way(finished, 
     assert "4 outer steps" in done.stdout
 
 
+def test_fewer_outer_steps_than_are_done_are_refused(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    done = call("resume", "run", "--outer-steps", 1, cwd=tmp_path, code=2)
+    assert "--outer-steps 1: run has done" in done.stderr
+    assert "give at least as many" in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+
+
 def test_an_outer_step_of_one_inner_step(tmp_path):
     done = call("tune", "--steps", 1, "--outer-steps", 2, "--hypers.lr.windows", 1, "--test-seeds", 0, cwd=tmp_path)
     assert "outer step 1/2" in done.stderr
@@ -132,8 +141,52 @@ def test_an_error_in_the_user_s_code_says_where(tmp_path):
     assert "Traceback" not in said
 
 
+TESTED = """
+import os, torch, longhorizon as lh
+x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+def loss(model, batch, hypers):
+    return (1 + hypers["push"]) * (model(batch) - 1).square().mean()
+
+def test():
+    with open("calls", "a") as file:
+        file.write(".")
+    if os.path.getsize("calls") == 3:  # two trainings of the learnt schedule are behind it
+        raise KeyboardInterrupt
+    return [x]
+
+def task():
+    return lh.Task(lambda: torch.nn.Linear(3, 1), loss, lambda seed: [x] * 50, lambda seed: [x], test=test,
+                   val_loss=lambda model, batch: (model(batch) - 1).square().mean())
+"""
+
+
+def test_what_is_tested_is_kept_and_a_learnt_loss_compared(tmp_path):
+    """The schedules off the shelf take what the loss reads at its start."""
+    (tmp_path / "mine.py").write_text(TESTED)
+    words = ["--hypers.lr.start", "0.1", "--hypers.push.start", "0.0", "--hypers.push.step", "0.1"]
+    counts = ["--steps", "6", "--outer-steps", "1", "--test-seeds", "2"]
+    done = call("tune", "--task", "mine:task", "--dir", "run", *words, *counts, cwd=tmp_path, code=130)
+    assert "stopped while testing; what is tested, and the schedule, are in run" in done.stderr
+    stopped = json.loads((tmp_path / "run/result.json").read_text())
+    assert list(stopped["test"]) == ["learnt"]
+    assert len(stopped["test_runs"]["learnt"]) == 2
+
+    call("resume", "run", cwd=tmp_path)
+    whole = json.loads((tmp_path / "run/result.json").read_text())
+    assert len(whole["test"]) == 4
+    assert whole["test"]["learnt"] == stopped["test"]["learnt"]
+    assert len((tmp_path / "calls").read_text()) == 3 + 2 * 3  # nothing is trained twice
+
+    done = call("resume", "run", cwd=tmp_path)
+    assert len((tmp_path / "calls").read_text()) == 9
+    assert json.loads((tmp_path / "run/result.json").read_text()) == whole
+    assert "testing" not in done.stderr
+    assert "test, cosine" in done.stdout
+
+
 def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):
-    words = ["--hypers.lr.start", "1e30", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1.0", "--test-seeds", "1"]
+    words = ["--hypers.lr.start", "1e30", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1.0", "--test-seeds", "2"]
     lines = call("tune", "--json", *SMALL, *words, cwd=tmp_path).stdout.splitlines()
 
     def refuse(name):
@@ -157,6 +210,14 @@ def test_plain_lines_when_not_a_terminal(tmp_path):
     assert "outer step 2/2: validation loss" in done.stderr
     assert "\x1b" not in done.stderr + done.stdout
     assert "lh.Schedule.load(" in done.stdout
+
+
+def test_a_number_may_begin_or_end_with_its_point(tmp_path):
+    words = ["--hypers.lr.start", "[.1, -.2, 1.]", "--hypers.momentum.start", ".5", "--hypers.momentum.low", "-1."]
+    call("tune", "--dir", "r", *SMALL, *words, cwd=tmp_path)
+    hypers = json.loads((tmp_path / "r/run.json").read_text())["settings"]["hypers"]
+    assert hypers["lr"]["start"] == [0.1, -0.2, 1.0]
+    assert (hypers["momentum"]["start"], hypers["momentum"]["low"]) == ([0.5], -1.0)
 
 
 def test_a_recipe_from_init_runs_with_overrides_and_own_code(tmp_path):
@@ -254,6 +315,7 @@ BAD_RECIPES = {
     "init of one's own": ('model = "shutil:rmtree"\ninit = "he"', "model = 'shutil:rmtree' initialises itself"),
     "init of an own task": ('task = "shutil:rmtree"\ninit = "he"', "task = 'shutil:rmtree' initialises itself"),
     "own code": ('task = "shutil:rmtree"', "missing 1 required positional argument"),
+    "endless": ("epochs = inf", "epochs = inf: expected finite numbers"),
     "bounds": ("[hypers.lr]\nstart = 0.1\nlow = 0.2", "outside [0.2, inf]"),
 }
 
@@ -276,6 +338,7 @@ USAGE = {
     "unknown override": (["tune", "--steps", "9", "--outer-stepz", "3"], "Did you mean 'outer_steps'?"),
     "resume nowhere": (["resume", "none"], "none does not exist"),
     "report nowhere": (["report", "none"], "none does not exist"),
+    "report a file": (["report", "/dev/null"], "/dev/null is a file, not the directory of a run"),
     "export nothing": (["export", "."], "is no run directory: it has no run.json"),
     "export format": (["export", ".", "--format", "xml"], "'xml' is not one of"),
     "export steps": (["export", ".", "--format", "csv", "--steps", "-5"], "-5 is not in the range x>=1"),

@@ -308,6 +308,18 @@ def test_the_command_line_stops_and_goes_on(tmp_path, monkeypatch):
     shown = call("compare", "r.toml", *words[2:])
     assert re.search(r"^method +test accuracy|validation", shown.stdout, re.M)
     assert call("report", "r").stdout.strip() == "r/report.html"
+    exported = call("export", "r", "--format", "json")
+    won = events[-1]["table"][0]["method"]
+    assert f"r is a comparison; this is what won it: {won}, seed 0, trial" in exported.stderr
+    best = [e for e in Ledger(tmp_path / "r/journal.jsonl").all() if e.method == won and e.best][-1]
+    assert {k: v["values"] for k, v in json.loads(exported.stdout)["hypers"].items()} == best.values
+
+
+def test_a_comparison_that_has_no_schedule_says_why(tmp_path):
+    compare(tmp_path / "r", methods=["random"], budget="2 runs")
+    done = CliRunner().invoke(cli, ["export", str(tmp_path / "r")])
+    assert "is a comparison that was begun from Python: what was chosen is in" in str(done.exception)
+    assert re.search(r"journal.jsonl \(random, seed 0, trial \d", str(done.exception))
 
 
 def test_wrong_calls_are_one_line(tmp_path):

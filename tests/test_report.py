@@ -342,3 +342,19 @@ def test_symlog_ticks_are_few_and_apart(low, high):
     assert 0.0 in values
     assert 3 <= len(values) <= 12
     assert len({text for _, text in ticks}) == len(ticks)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_test_of_earlier_values_is_not_shown_as_that_of_the_last(tmp_path, step):
+    records = make_run(tmp_path)
+    schedule = {key: v.tolist() for key, v in records[step - 1].next.items()}
+    result = {"schedule": schedule, "outer_steps": step, "converged": True, "seconds": 1e6}
+    (tmp_path / "result.json").write_text(json.dumps(result | {"test": {"learnt": {"accuracy": [0.9592, 0.01]}}}))
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report/test.png").write_bytes(b"of an earlier report")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    current = step == 4
+    for shown in ("95.92", "converged", "around them"):
+        assert (shown in page.text + page.data) == current, shown
+    assert ("is about the values after outer step 2, not about these" in page.text) != current
+    assert (tmp_path / "report/test.png").exists() == current

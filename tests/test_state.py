@@ -1,6 +1,7 @@
 """What a run carries along: buffers, randomness, batches, and itself when it is saved and begun again."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -363,6 +364,29 @@ def test_a_save_of_another_model_is_refused():
         for engine in (lh.Forward(), lh.Adjoint(), lh.FiniteDifference()):
             with pytest.raises(ValueError, match="another model or rule"):
                 engine.begin(q, engine.begin(p).save())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Linear(3, 2), r"saved state has \[1, 3\] of torch.float32 where this run's has \[2, 3\]"),
+        (lambda: nn.Linear(3, 1).double(), r"\[1, 3\] of torch.float32 where this run's has \[1, 3\] of torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint(), lh.FiniteDifference(), lh.Factorial(pairs=1)], ids=str)
+def test_a_save_of_other_sizes_is_refused(engine, model, words):
+    def loss(model, batch):
+        return (model(batch.to(model.weight.dtype)) - 1).square().mean()
+
+    x = torch.ones(4, 3)
+    task = lh.Task(lambda: nn.Linear(3, 1), loss, lambda seed: [x] * 5, lambda seed: [x])
+    with environment():
+        p = make_problem(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 5, 3)
+        q = make_problem(replace(task, model=model), lh.sgd(), {"lr": lh.Hyper(0.1)}, 5, 3)
+        run = engine.begin(p)
+        run.advance()
+        with pytest.raises(ValueError, match=words + ".*another model or rule"):
+            engine.begin(q, run.save())
 
 
 def test_progress_is_reported_after_every_step():

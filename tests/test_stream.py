@@ -411,6 +411,13 @@ def test_an_empty_loader_is_an_error_not_a_hang():
         first(used_up, 0, 2)
 
 
+def test_a_loader_in_the_place_of_a_function_is_refused_at_once():
+    loader = DataLoader(Noisy(2))
+    for make in (data.from_loader, data.val_from_loader):
+        with pytest.raises(TypeError, match=rf"{make.__name__}\(make_loader=.*DataLoader.*: expected a function"):
+            make(loader)
+
+
 def test_a_loader_feeds_an_engine():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(30, 3, dtype=torch.float64, generator=generator)

@@ -3,6 +3,9 @@
 import functools
 import json
 import math
+import threading
+import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -222,3 +225,28 @@ def test_compiling_is_paid_for_by_all_outer_steps(monkeypatch):
     assert problem.worth_compiling(20)
     monkeypatch.setattr(problem, "runs", 1)
     assert not problem.worth_compiling(20)
+
+
+def test_runs_in_two_threads_do_not_disturb_each_other():
+    """Random generators are the process's: the second run waits."""
+    alone = {seed: tune(seed=seed) for seed in (1, 2)}
+    both, inside = {}, []
+
+    def progress(tuning):
+        inside.append(tuning)
+        time.sleep(0.001)  # let the other one in
+
+    threads = [
+        threading.Thread(target=lambda seed=seed: both.update({seed: tune(seed=seed, progress=progress)}))
+        for seed in (1, 2)
+    ]
+    state = torch.get_rng_state()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len([a for a, b in pairwise(inside) if a is not b]) == 1
+    for seed in (1, 2):
+        assert [r.val_loss for r in both[seed].history] == [r.val_loss for r in alone[seed].history]
+        assert both[seed].schedule == alone[seed].schedule

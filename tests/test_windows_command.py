@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import longhorizon as lh
+from longhorizon import cli_windows
 from longhorizon import recipe as recipes
 from longhorizon.cli import main
 from longhorizon.theory import analyse
@@ -66,6 +68,36 @@ def test_a_run_that_diverges_is_named(cli, tmp_path):
     hot.save(tmp_path / "schedule.json")
     done = cli("windows", "--at", str(tmp_path), *SMALL, code=1)
     assert "the run with seed 0 cannot be used: non-finite" in done.stderr
+
+
+def test_an_error_that_is_lost_in_noise_is_not_printed_as_a_negative_number(tmp_path, monkeypatch):
+    """The estimate subtracts noise, so few runs may leave less than nothing; the curve stays on its axis."""
+    rng = np.random.default_rng(1)
+    seen = analyse(rng.standard_normal((2, 24)))
+    assert min(seen.corrected) < 0
+    table = cli_windows._table(seen)
+    assert "-" not in table
+    assert next(line for line in table.splitlines() if line.endswith("←")).split()[2:4] == ["≤", "0"]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    cli_windows._draw(seen, "lr", "w.png")
+    measured, _, _, point = drawn[0].axes[1].lines
+    assert list(point.get_xdata()) == [seen.best]
+    bottom, top = drawn[0].axes[1].get_ylim()
+    for y in (*measured.get_ydata(), *point.get_ydata()):
+        assert 0 < bottom <= y <= top
+
+
+def test_sizes_lost_in_noise_are_as_good_as_each_other():
+    seen = analyse(np.random.default_rng(1).standard_normal((2, 24)))
+    lost = [size for size, mse in zip(seen.sizes, seen.corrected, strict=True) if mse <= 0]
+    assert seen.close == (min(lost), max(lost))
+
+
+def test_one_window_is_singular(cli, monkeypatch):
+    flat = [[1.0] * 12, [2.0] * 12]
+    monkeypatch.setattr(cli_windows, "analyse", lambda rows: analyse(flat, [12]))
+    assert "recommended: lr with 1 window of 12 steps" in cli("windows", "--runs", "2", *SMALL).stdout
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from longhorizon import recipe as recipes
 from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, check_early, file_or_key, next_directory, overrides
 from longhorizon.cli_data import data
+from longhorizon.cli_result import conclude, write_result
 from longhorizon.cli_windows import windows
-from longhorizon.console import Display, arriving, make_display, numbers
-from longhorizon.offtheshelf import train_off_the_shelf
+from longhorizon.console import arriving, make_display
 from longhorizon.recipe import Recipe, RecipeError
-from longhorizon.tuning import OuterStep, Tuning, plain
+from longhorizon.tuning import OuterStep, Tuning
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
 _OURS = Path(__file__).parent
@@ -137,7 +137,9 @@ def tune(
 
 @cli.command()
 @_DIR
-@click.option("--outer-steps", default=0, help="Go on to this many outer steps.  [default: as begun]")
+@click.option(
+    "--outer-steps", default=0, type=click.IntRange(0), help="Go on to this many outer steps.  [default: as begun]"
+)
 @_JSON
 @_recorded
 def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna_storage: str) -> None:
@@ -147,6 +149,9 @@ def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna
             raise click.UsageError(f"{dir} is a comparison: its outer steps define the search, and stay.")
         comparing.run(_recipe_of(dir), dir, as_json=as_json, **comparing.plan_of(dir))
         return
+    done = len(lh.RunDirectory(dir).journal())
+    if 0 < outer_steps < done:
+        raise click.UsageError(f"--outer-steps {outer_steps}: {dir} has done {done} already; give at least as many.")
     _tune(_recipe_of(dir, outer_steps), dir, as_json, tensorboard, optuna_storage)
 
 
@@ -169,20 +174,29 @@ def report(dir: Path, out: Path | None) -> None:
     "--steps", default=1000, show_default=True, type=click.IntRange(1), help="csv: length of the run to write out."
 )
 def export(dir: Path, format: str, best: bool, steps: int) -> None:
-    """Print the learnt schedule (of a run, or in a schedule file) as plain Python, JSON or CSV."""
-    path = dir
-    if dir.is_dir() or not dir.exists():
-        lh.RunDirectory(dir).describe()
-        path = dir / ("best.json" if best else "schedule.json")
-    if not path.exists():
-        raise lh.RunError(f"{path} is not there: no outer step is done yet, or it was deleted; resume writes it again.")
-    schedule = lh.Schedule.load(path)
+    """Print the learnt schedule (of a run, or in a schedule file) as plain Python, JSON or CSV.
+
+    Of a comparison it prints what won.
+    """
+    schedule = _schedule(dir, best)
     text = {
         "python": lambda: exporting.to_python(schedule),
         "json": lambda: json.dumps(schedule.to_dict(), indent=2) + "\n",
         "csv": lambda: exporting.to_csv(schedule, steps),
     }[format]()
     sys.stdout.write(text)
+
+
+def _schedule(path: Path, best: bool) -> lh.Schedule:
+    if path.is_dir() or not path.exists():
+        if comparing.is_comparison(path):
+            schedule, named = comparing.winner(path)
+            print(f"{path} is a comparison; this is what won it: {named}", file=sys.stderr)
+            return schedule
+        path = path / ("best.json" if best else "schedule.json")
+    if not path.exists():
+        raise lh.RunError(f"{path} is not there: no outer step is done yet, or it was deleted; resume writes it again.")
+    return lh.Schedule.load(path)
 
 
 @cli.command(context_settings=EXTRA)
@@ -288,13 +302,16 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     # Outer steps of an earlier process count; so does what this one spent around its own.
     seconds = time.monotonic() - began + sum(record.seconds for record in tuned.history if record.index not in done)
     try:
-        result = _result(chosen, task, rule, hypers, tuned, max(horizons), seconds, display)
+        with lh.RunDirectory(path) as directory:
+            result = write_result(
+                directory, chosen, task, rule, hypers, tuned, max(horizons), seconds if done else None, display.note
+            )
     except KeyboardInterrupt:
         raise lh.Interrupted(
-            f"stopped while testing; the schedule is in {path}. Test it with: longhorizon resume {path}"
+            f"stopped while testing; what is tested, and the schedule, are in {path}. "
+            f"Test the rest with: longhorizon resume {path}"
         ) from None
-    lh.RunDirectory(path).save_json("result.json", plain(result))
-    _conclude(result, tuned, path, as_json, display)
+    conclude(result, tuned, path, as_json)
 
 
 def _check_run(chosen: Recipe, task: lh.Task, rule: lh.Rule, hypers: dict[str, lh.Hyper], horizons: list[int]) -> None:
@@ -303,50 +320,6 @@ def _check_run(chosen: Recipe, task: lh.Task, rule: lh.Rule, hypers: dict[str, l
         Tuning(task, rule, hypers, steps=horizons, outer_steps=chosen.outer_steps, outer=recipes.outer_of(chosen))
     except (TypeError, ValueError) as error:
         raise RecipeError(str(error)) from error
-
-
-def _result(
-    chosen: Recipe,
-    task: lh.Task,
-    rule: lh.Rule,
-    hypers: dict[str, lh.Hyper],
-    tuned: lh.Tuned,
-    steps: int,
-    seconds: float,
-    display: Display,
-) -> dict[str, Any]:
-    """What came out, tested if there is test data."""
-    result: dict[str, Any] = {
-        "schedule": {key: list(v) for key, v in tuned.schedule.values.items()},
-        "best": {key: list(v) for key, v in tuned.best.values.items()},
-        "converged": tuned.converged,
-        "outer_steps": len(tuned.history),
-        "seconds": seconds,
-        "engine": tuned.history[-1].engine if tuned.history else "",
-    }
-    if task.test is None or not chosen.test_seeds:
-        return result
-    steps = chosen.test_steps or steps
-    display.note(f"testing: {chosen.test_seeds} trainings from scratch of {steps} steps each, per schedule")
-    tested = {"learnt": lh.retrain(task, rule, hypers, tuned.schedule, steps=steps, seeds=chosen.test_seeds)}
-    if chosen.compare and rule.name == "sgd":
-        tested |= train_off_the_shelf(task, rule, steps, chosen.test_seeds)
-    return result | {"test": {name: found.summary() for name, found in tested.items()}, "test_steps": steps}
-
-
-def _conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool, display: Display) -> None:
-    if as_json:
-        print(json.dumps({"event": "result", "dir": str(path), **plain(result)}))
-        return
-    for key in tuned.schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
-        print(f"{key:<14} {numbers(tuned.schedule[key], 12)}")
-    for name, found in result.get("test", {}).items():
-        cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
-        print(f"test, {name + ':':<32} {cells}")
-    ending = ", until every step had become small," if result["converged"] else ""
-    print(f"{result['outer_steps']} outer steps{ending} in {result['seconds']:.1f} s; all of it is in {path}")
-    print(f"look at it:  longhorizon report {path}")
-    print(f'use it:      lh.Schedule.load("{path}/schedule.json").attach(optimizer, steps=…)')
 
 
 def _recorders(

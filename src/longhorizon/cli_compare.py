@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from longhorizon.console import arriving
 from longhorizon.recipe import Recipe, RecipeError
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.driver import KIND, Watcher, result_of
-from longhorizon.rivals.ledger import Evaluation
+from longhorizon.rivals.ledger import Evaluation, Ledger, incumbents
 from longhorizon.rivals.page import head, words
 from longhorizon.rivals.registry import USUAL
-from longhorizon.rivals.testing import Which
+from longhorizon.rivals.regret import table
+from longhorizon.rivals.space import hypers_for
+from longhorizon.rivals.testing import Which, read_tests
 from longhorizon.tuning import plain
 
 BUDGET = "30 runs"
@@ -79,6 +82,25 @@ def compare(context: click.Context, recipe: Path | None, dir: str, as_json: bool
 def is_comparison(dir: Path) -> bool:
     """Whether a directory holds a comparison and not a tuning run."""
     return bool(lh.RunDirectory(dir).describe()["settings"].get("kind") == KIND)
+
+
+def winner(dir: Path) -> tuple[lh.Schedule, str]:
+    """What the best method of a comparison chose, with the seed whose choice has the lowest loss; and its name."""
+    evaluations = Ledger(dir / "journal.jsonl").all()
+    ranked = [row for row in table(evaluations, read_tests(dir / "tests.jsonl")) if row.score is not None]
+    if not ranked:
+        raise lh.RunError(f"{dir} is a comparison in which nothing was found yet; go on with: longhorizon resume {dir}")
+    last = {e.seed: e for e in incumbents(evaluations) if e.method == ranked[0].method}
+    best = min(last.values(), key=lambda e: e.val_loss)
+    named = f"{best.method}, seed {best.seed}, trial {best.trial + 1}"
+    text = lh.RunDirectory(dir).describe().get("recipe")
+    if not best.values or not text:
+        why = "was begun from Python" if best.values else f"was won by {best.method}, which has nothing to set"
+        raise lh.RunError(f"{dir} is a comparison that {why}: what was chosen is in {dir / 'journal.jsonl'} ({named}).")
+    recipe = recipes.make_recipe(tomllib.loads(text), str(dir))
+    rule = recipes.rule_of(recipe)
+    hypers = hypers_for(best.values, recipes.hypers_of(recipe), rule, best.steps)
+    return lh.Schedule.of(hypers, {key: hyper.values() for key, hyper in hypers.items()}, rule), named
 
 
 def plan_of(dir: Path) -> dict[str, Any]:

@@ -83,8 +83,11 @@ def windows(
     print(_table(seen))
     low, high = seen.close
     within = f"from {count(high, steps)} to {count(low, steps)} windows are as good" if low < high else ""
-    print(f"recommended: {key} with {seen.windows} windows of {seen.best} steps{'; ' + within if within else ''}")
-    if seen.noise.epsilon < 2 * seen.noise.epsilon_floor:
+    number = f"{seen.windows} window{'s' * (seen.windows != 1)}"
+    print(f"recommended: {key} with {number} of {seen.best} steps{'; ' + within if within else ''}")
+    if min(seen.corrected) <= 0:
+        print(f"≤ 0: too small to be told from the noise of {runs} runs; more --runs would sharpen it")
+    elif seen.noise.epsilon < 2 * seen.noise.epsilon_floor:
         print("most of the change from step to step is noise of so few runs; more --runs would sharpen it")
 
 
@@ -103,7 +106,8 @@ def _table(seen: Windows) -> str:
     lines = ["windows  steps each  error  bound     (error without sharing = 1)"]
     for windows, size, error, bound in _rows(seen):
         mark = "  ←" if size == seen.best else ""
-        lines.append(f"{windows:7d}  {size:10d}  {error:5.3g}  {bound:5.3g}{mark}")
+        shown = f"{error:.3g}" if error > 0 else "≤ 0"
+        lines.append(f"{windows:7d}  {size:10d}  {shown:>5}  {bound:5.3g}{mark}")
     return "\n".join(lines)
 
 
@@ -139,10 +143,23 @@ def _draw(seen: Windows, key: str, path: str) -> None:
     spread = np.sqrt(seen.noise.variance)
     left.fill_between(range(seen.noise.steps), seen.noise.mean - spread, seen.noise.mean + spread, alpha=0.2, lw=0)
     left.set(xlabel="step", ylabel=f"hypergradient of {key}", title="mean over runs, ± one deviation")
-    right.plot(seen.sizes, seen.corrected, label="measured")
+    curve = on_a_log_axis(seen.corrected, seen.bound)
+    lost = " (≤ 0 at the bottom)" if min(seen.corrected) <= 0 else ""
+    right.plot(seen.sizes, curve, label=f"measured{lost}")
     right.plot(seen.sizes, seen.bound, ls="--", label="bound")
     right.axvline(seen.best, color="0.5", lw=1)
+    right.plot([seen.best], [curve[seen.sizes.index(seen.best)]], "o", color="C0")
     right.set(xscale="log", yscale="log", xlabel="steps in a window", ylabel="MSE", title=f"best: {seen.best} steps")
     right.legend(frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def on_a_log_axis(errors: list[float], others: list[float]) -> list[float]:
+    """Errors to be drawn: those that are not positive lie at the bottom, below everything that is.
+
+    >>> on_a_log_axis([4.0, -1.0], [8.0, 2.0])
+    [4.0, 1.0]
+    """
+    bottom = min((value for value in [*errors, *others] if value > 0), default=1.0) / 2
+    return [value if value > 0 else bottom for value in errors]

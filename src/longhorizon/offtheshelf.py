@@ -1,9 +1,11 @@
 """Schedules that people would guess, to compare a learnt one with."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from longhorizon.hypers import Hyper
+from torch import Tensor
+
+from longhorizon.hypers import Hyper, argument
 from longhorizon.retraining import Retrained, retrain
 from longhorizon.rules import Rule
 from longhorizon.task import Task
@@ -11,21 +13,30 @@ from longhorizon.task import Task
 Setting = dict[str, list[float]]  # key -> one number per window
 
 
-def off_the_shelf(steps: int) -> dict[str, dict[str, Hyper]]:
-    """Learning rate and momentum for SGD, by name."""
-    return {
+def off_the_shelf(rule: Rule, hypers: Mapping[str, Hyper], steps: int) -> dict[str, dict[str, Hyper]]:
+    """Learning rate and momentum for SGD, by name; what the loss reads stays where `hypers` starts it."""
+    of_loss = {key: hyper for key, hyper in hypers.items() if argument(key) not in rule.defaults}
+    found = {
         "constant lr 0.1": {"lr": Hyper(0.1), "momentum": Hyper(0.0)},
         "constant lr 0.1, momentum 0.9": {"lr": Hyper(0.1), "momentum": Hyper(0.9)},
         "cosine from 0.1, momentum 0.9": {"lr": Hyper(cosine(0.1, steps), windows=steps), "momentum": Hyper(0.9)},
     }
+    return {name: entries | of_loss for name, entries in found.items()}
 
 
-def train_off_the_shelf(task: Task, rule: Rule, steps: int, seeds: int) -> dict[str, Retrained]:
+def train_off_the_shelf(
+    task: Task, rule: Rule, hypers: Mapping[str, Hyper], steps: int, seeds: int
+) -> dict[str, Retrained]:
     """Each of them trained from scratch and tested, exactly as `retrain` does it with a learnt one."""
     return {
-        name: retrain(task, rule, hypers, {key: h.values() for key, h in hypers.items()}, steps=steps, seeds=seeds)
-        for name, hypers in off_the_shelf(steps).items()
+        name: retrain(task, rule, entries, starts(entries), steps=steps, seeds=seeds)
+        for name, entries in off_the_shelf(rule, hypers, steps).items()
     }
+
+
+def starts(hypers: Mapping[str, Hyper]) -> dict[str, Tensor]:
+    """The values that entries start at, as a schedule."""
+    return {key: hyper.values() for key, hyper in hypers.items()}
 
 
 def cosine(first: float, steps: int) -> list[float]:

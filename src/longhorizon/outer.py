@@ -7,6 +7,8 @@ that the hyperparameter's scale names: the value itself, or its logarithm. Bound
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -55,12 +57,12 @@ class SignDescent:
     growth: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < 1:
-            raise ValueError(f"SignDescent(factor={self.factor}): expected a number between 0 and 1.")
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"SignDescent(tolerance={self.tolerance}): expected a fraction from 0 to below 1.")
-        if not 1 <= self.growth < math.inf:
-            raise ValueError(f"SignDescent(growth={self.growth}): expected 1, which is no growth, or more.")
+        if not _is_number(self.factor) or not 0 < self.factor < 1:
+            raise ValueError(f"SignDescent(factor={self.factor!r}): expected a number between 0 and 1.")
+        if not _is_number(self.tolerance) or not 0 <= self.tolerance < 1:
+            raise ValueError(f"SignDescent(tolerance={self.tolerance!r}): expected a fraction from 0 to below 1.")
+        if not _is_number(self.growth) or not 1 <= self.growth < math.inf:
+            raise ValueError(f"SignDescent(growth={self.growth!r}): expected 1, which is no growth, or more.")
 
     def __repr__(self) -> str:  # a run directory knows its outer optimizer by this text; older ones have no growth
         growth = "" if self.growth == 1 else f", growth={float(self.growth)!r}"
@@ -106,10 +108,10 @@ class GradientDescent:
 
     def __post_init__(self) -> None:
         for rate in self.rate.values() if isinstance(self.rate, Mapping) else [self.rate]:
-            if not 0 < rate < math.inf:
-                raise ValueError(f"GradientDescent(rate={self.rate}): expected positive numbers.")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"GradientDescent(clip={self.clip}): expected a positive bound, or None for no clip.")
+            if not _is_number(rate) or not 0 < rate < math.inf:
+                raise ValueError(f"GradientDescent(rate={self.rate!r}): expected positive numbers.")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise ValueError(f"GradientDescent(clip={self.clip!r}): expected a positive bound, or None for no clip.")
 
     def __repr__(self) -> str:  # a run directory knows its outer optimizer by this text; older ones have no clip
         return f"GradientDescent(rate={self.rate!r}{'' if self.clip is None else f', clip={self.clip!r}'})"
@@ -149,6 +151,15 @@ class TorchOuter:
     make: Callable[[Any], torch.optim.Optimizer]
 
     def init(self, hypers: Mapping[str, Hyper]) -> State:
+        made: object = self.make([torch.nn.Parameter(h.values()) for h in _learnt(hypers).values()])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"outer returned {made!r}: expected a torch.optim optimizer.")
+        closure = signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"outer={type(made).__name__}: its step evaluates the loss anew, which here is a whole training run; "
+                "use one that takes a gradient as it is, e.g. torch.optim.Adam."
+            )
         return {"optimizer": None, "shrink": 1.0}
 
     def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
@@ -207,6 +218,10 @@ def search_range(hypers: Mapping[str, Hyper], outer_steps: int) -> dict[str, tup
         low, high = move(hyper.values(), -reach, hyper), move(hyper.values(), reach, hyper)
         ranges[key] = (float(low.min()), float(high.max()))
     return ranges
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _in_scale(mean: Tensor, values: Tensor, hyper: Hyper) -> Tensor:

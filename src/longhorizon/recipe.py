@@ -7,6 +7,7 @@ file, dotted for a table (`--hypers.lr.windows 7`). Unknown keys and values of t
 import importlib
 import math
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -296,6 +297,9 @@ def _check(recipe: Recipe, origin: str) -> None:
     if recipe.init and (recipe.task or ":" in recipe.model):
         own = f"task = {recipe.task!r}" if recipe.task else f"model = {recipe.model!r}"
         raise RecipeError(f"{origin}: init = {recipe.init!r} is for built-in models; {own} initialises itself.")
+    epochs = recipe.epochs if isinstance(recipe.epochs, list) else [recipe.epochs]
+    if not all(map(math.isfinite, epochs)):
+        raise RecipeError(f"{origin}: epochs = {recipe.epochs}: expected finite numbers.")
     if recipe.engine == "greedy" and recipe.horizon < 1:
         raise RecipeError(f"{origin}: horizon = {recipe.horizon}: expected at least 1.")
     if recipe.device != "auto":
@@ -322,15 +326,18 @@ def _override(content: dict[str, Any], key: str, value: Any) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A value from the command line: as TOML would read it, else a string.
+    """A value from the command line: as TOML would read it, with `.1` and `1.` for numbers too, else a string.
 
-    >>> parse_value("[1, 10]"), parse_value("0.1"), parse_value("wrn-16-1")
+    >>> parse_value("[1, 10]"), parse_value(".1"), parse_value("wrn-16-1")
     ([1, 10], 0.1, 'wrn-16-1')
     """
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
+    written_out = re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<![\w.])\.(?=\d)", "0.", text))
+    for candidate in (text, written_out):
+        try:
+            return tomllib.loads(f"v = {candidate}")["v"]
+        except tomllib.TOMLDecodeError:
+            continue
+    return text
 
 
 def _typed(key: str, value: Any, annotation: Any) -> Any:

@@ -39,10 +39,13 @@ def write_report(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None
     need("report", "plotly", "matplotlib")
     directory = RunDirectory(dir)
     about, records = directory.describe(), directory.journal()
-    result = _result(directory.path)
+    result, stale = _current(directory.result(), records)
     shown = figures(about["settings"], records, result)
-    text = _page(directory.path.resolve().name, about, records, result, shown)
-    return write(text, shown, directory.path if out is None else Path(out))
+    text = _page(directory.path.resolve().name, about, records, result, stale, shown)
+    page = write(text, shown, directory.path if out is None else Path(out))
+    if stale:
+        (page.with_suffix("") / "test.png").unlink(missing_ok=True)  # of an earlier report
+    return page
 
 
 def write(text: str, shown: Sequence[Figure], target: Path) -> Path:
@@ -63,23 +66,36 @@ def write(text: str, shown: Sequence[Figure], target: Path) -> Path:
         raise RunError(f"cannot write {target}: {error.strerror or error}.") from error
 
 
-def _result(path: Path) -> dict[str, Any]:
-    """What result.json holds; nothing if it is missing or unreadable."""
-    try:
-        content = json.loads((path / "result.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def _current(result: dict[str, Any], records: Sequence[OuterStep]) -> tuple[dict[str, Any], str]:
+    """result.json as far as it is about the last values, and a word about one that is of earlier ones."""
+    tested = result.get("schedule")
+    if not records or not isinstance(tested, Mapping):
+        return result, ""
+    last = records[-1].next
+    if all(list(finite(last[key])) == values for key, values in tested.items() if key in last):
+        return result, ""
+    step = result.get("outer_steps")
+    when = f"after outer step {step}" if isinstance(step, int) else "of an earlier outer step"
+    return {}, (
+        f"What result.json holds, its test too, is about the values {when}, not about these; it is left out here. "
+        "The test of these comes when the run has ended: longhorizon resume goes on."
+    )
 
 
 def _page(
-    name: str, about: Mapping[str, Any], records: Sequence[OuterStep], result: Mapping[str, Any], shown: list[Figure]
+    name: str,
+    about: Mapping[str, Any],
+    records: Sequence[OuterStep],
+    result: Mapping[str, Any],
+    stale: str,
+    shown: list[Figure],
 ) -> str:
     data = data_of(shown)
     by_name = {figure.name: drawn(figure, _test_table(result) if figure.name == "test" else "") for figure in shown}
     settings = about["settings"]
     parts = [
         _summary(records, result),
+        f"<p class='note'>{_e(stale)}</p>" if stale else "",
         by_name.get("schedules", ""),
         by_name.get("validation", ""),
         by_name.get("test", ""),

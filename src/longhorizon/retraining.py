@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from statistics import mean, stdev
 
 import torch
@@ -38,8 +39,14 @@ class Retrained:
 
     def summary(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation over the seeds, of the loss and of every metric."""
-        found = {"loss": self.test_loss, **self.metrics}
-        return {name: (mean(v), stdev(v) if len(v) > 1 else 0.0) for name, v in found.items()}
+        return {name: mean_and_deviation(v) for name, v in {"loss": self.test_loss, **self.metrics}.items()}
+
+
+def mean_and_deviation(found: Sequence[float]) -> tuple[float, float]:
+    """Of one number per seed; a single one deviates from nothing, and with one that is not finite neither is known."""
+    if not all(map(isfinite, found)):
+        return nan, nan
+    return mean(found), stdev(found) if len(found) > 1 else 0.0
 
 
 def retrain(

@@ -8,6 +8,7 @@ at zero too. A hyperparameter arrives as a 0-dim tensor, or as a plain float whe
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +120,10 @@ def clipped(rule: Rule, grad_clip: float) -> Rule:
     The clip belongs to the training run (`torch.nn.utils.clip_grad_value_` in plain PyTorch), so every engine
     differentiates through it. It is not the clip of H·Z, which `Forward(clip=)` applies to the tangents alone.
     """
-    if not grad_clip > 0:
-        raise ValueError(f"clipped(grad_clip={grad_clip}): the clip level must be positive.")
+    if not isinstance(rule, Rule):
+        raise TypeError(f"clipped(rule={rule!r}): expected a rule such as longhorizon.sgd().")
+    if isinstance(grad_clip, bool) or not isinstance(grad_clip, Real) or not grad_clip > 0:
+        raise ValueError(f"clipped(grad_clip={grad_clip!r}): the clip level must be a positive number.")
 
     defaults = {**rule.defaults, "grad_clip": grad_clip}
     return Rule(f"clipped {rule.name}", defaults, rule.init, _behind_a_clip(rule.update), rule.options)

@@ -42,6 +42,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ValueError(f"dir={path!r}: expected the name of a directory; '.' is the one you are in.")
         self.path = Path(path)
         self._lock: int | None = None
 
@@ -119,7 +121,8 @@ class RunDirectory:
         """The content of run.json."""
         path = self.path / "run.json"
         if not self.path.is_dir():
-            raise RunError(f"{self.path} does not exist.")
+            is_file = self.path.exists()
+            raise RunError(f"{self.path} {'is a file, not the directory of a run' if is_file else 'does not exist'}.")
         if not path.exists():
             raise RunError(f"{self.path} is no run directory: it has no run.json.")
         try:
@@ -179,6 +182,14 @@ class RunDirectory:
     def save_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write any other result."""
         self._write(name, json.dumps(content, indent=2).encode())
+
+    def result(self) -> dict[str, Any]:
+        """The content of result.json; nothing if it is missing or unreadable."""
+        try:
+            content = json.loads((self.path / "result.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     def _write(self, name: str, content: bytes) -> None:
         path = self.path / name

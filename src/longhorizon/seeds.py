@@ -6,12 +6,15 @@ checkpoint, and no generator state has to be stored.
 """
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Integral
 
 import numpy as np
 import torch
+
+_ALONE = threading.RLock()  # held by the thread whose run has the process's generators
 
 INIT, FETCH, STEP, VALIDATE, PAIR = range(5)  # purposes
 
@@ -62,6 +65,13 @@ def torch_state() -> list[torch.Tensor]:
 
 @contextmanager
 def isolated() -> Iterator[None]:
+    """Have the random generators alone: they are the process's, so another thread's run waits; then put them back."""
+    with _ALONE, restored():
+        yield
+
+
+@contextmanager
+def restored() -> Iterator[None]:
     """Leave the caller's random generators as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()

@@ -94,8 +94,8 @@ class Windows:
 
     @property
     def close(self) -> tuple[int, int]:
-        """The smallest and the largest W whose corrected MSE is within a tenth of the lowest."""
-        limit = max(min(self.corrected) * CLOSE, min(self.corrected))
+        """The smallest and the largest W whose corrected MSE is within a tenth of the lowest, or also at most 0."""
+        limit = max(min(self.corrected) * CLOSE, 0.0)
         good = [size for size, mse in zip(self.sizes, self.corrected, strict=True) if mse <= limit]
         return min(good), max(good)
 

@@ -71,7 +71,7 @@ def pack(tree: Tree) -> list[Any]:
 
 
 def unpack(like: Tree, packed: Sequence[Any]) -> Tree:
-    """The inverse of `pack`, for a tree of the structure of `like`.
+    """The inverse of `pack`, for a tree of the structure of `like`, or for rows of such trees, one per run.
 
     >>> unpack({"w": torch.zeros(2)}, pack({"w": torch.ones(2)}))
     {'w': tensor([1., 1.])}
@@ -79,8 +79,22 @@ def unpack(like: Tree, packed: Sequence[Any]) -> Tree:
     flat, spec = pytree.tree_flatten(like)
     if len(flat) != len(packed):
         raise ValueError(f"saved state has {len(packed)} parts, this run's has {len(flat)}: another model or rule.")
+    for x, y in zip(packed, flat, strict=True):
+        if isinstance(y, Tensor) and not _fits(x, y):
+            raise ValueError(f"saved state has {_shown(x)} where this run's has {_shown(y)}: another model or rule.")
     moved = [x.to(y.device) if isinstance(x, Tensor) else x for x, y in zip(pack(list(packed)), flat, strict=True)]
     return pytree.tree_unflatten(moved, spec)
+
+
+def _fits(saved: Any, like: Tensor) -> bool:
+    """Whether a saved leaf can take the place of another; rows of runs have one dimension more."""
+    if not isinstance(saved, Tensor) or saved.dtype != like.dtype:
+        return False
+    return saved.shape == like.shape or (saved.shape[1:] == like.shape and saved.ndim == like.ndim + 1)
+
+
+def _shown(leaf: Any) -> str:
+    return f"{list(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def equal(one: Tree, other: Tree) -> bool:

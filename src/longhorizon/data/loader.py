@@ -61,6 +61,7 @@ def from_loader(make_loader: MakeLoader, device: torch.device | str | None = Non
     >>> [next(stream).tolist() for _ in range(3)]
     [[0, 1], [2, 3], [0, 1]]
     """
+    _check_function("from_loader", make_loader)
     return lambda seed: Epochs(make_loader, seed, device)
 
 
@@ -71,6 +72,7 @@ def val_from_loader(make_loader: MakeLoader, device: torch.device | str | None =
         make_loader: `(seed) -> loader`; give it batches of equal size, as the validation loss is their plain mean.
         device: where batches are moved.
     """
+    _check_function("val_from_loader", make_loader)
 
     def val(seed: int) -> list[Any]:
         with _seeded(seed):
@@ -82,10 +84,18 @@ def val_from_loader(make_loader: MakeLoader, device: torch.device | str | None =
 _END = object()
 
 
+def _check_function(name: str, make_loader: object) -> None:
+    if not callable(make_loader):
+        raise TypeError(
+            f"{name}(make_loader={make_loader!r}): expected a function of a seed, e.g. "
+            f"{name}(lambda seed: DataLoader(…))."
+        )
+
+
 @contextmanager
 def _seeded(*parts: int) -> Iterator[None]:
     """Seed everything for a moment."""
-    with seeds.isolated():
+    with seeds.restored():  # a run may read its batches in another thread, so nobody is kept waiting here
         seeds.seed_all(seeds.mix(*parts, seeds.FETCH))
         yield
 

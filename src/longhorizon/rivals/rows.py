@@ -154,7 +154,7 @@ class _Row:
         """Go on from where a row was that held these trials, and perhaps others that are done."""
         places = [saved["numbers"].index(number) for number in self.numbers]
         lanes = [*places, *[places[-1]] * (width(self.arena) - len(places))]
-        state = tree.unpack(self.lanes.state, saved["state"])
+        state = tree.unpack(self.problems[0].start, saved["state"])
         chosen = tree.map(lambda x: x[lanes] if isinstance(x, Tensor) else x, state)
         self.lanes = Lanes(self.problems, chosen, width(self.arena), self.arena.setup.steps)
         self.t, self._bad = saved["t"], saved["bad"][places].to(self._bad.device)
