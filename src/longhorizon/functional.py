@@ -112,6 +112,11 @@ def check_module(module: object) -> None:
     for name, p in module.named_parameters():
         if p.requires_grad and not p.is_floating_point():
             raise TypeError(f"parameter {name!r} is {p.dtype}: only real floating-point parameters are supported.")
+        if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+            raise TypeError(
+                f"parameter {name!r} has a gradient hook, which would not be called: training is a function of the "
+                "weights' values alone. Change the gradient by the loss or by the rule, as lh.clipped does."
+            )
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise TypeError(f"module {name!r} is SyncBatchNorm, whose statistics cross processes: use BatchNorm here.")
@@ -122,6 +127,11 @@ def check_module(module: object) -> None:
             )
         if isinstance(part, _WeightNorm) or any(isinstance(h, WeightNorm) for h in part._forward_pre_hooks.values()):
             raise TypeError(f"module {name!r} is weight-normed: torch's second derivative of weight_norm is wrong.")
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise TypeError(
+                f"module {name!r} is {type(part).__name__} with max_norm, which rescales its weights in place, outside "
+                "autograd: leave max_norm out and scale the rows that are looked up."
+            )
         if isinstance(part, _InstanceNorm) and part.track_running_stats:
             raise TypeError(
                 f"module {name!r} is {type(part).__name__} with running statistics, which torch updates outside "
