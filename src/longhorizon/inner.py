@@ -74,7 +74,8 @@ class Inner:
         """The gradient of the training loss by autograd; `params` must require grad."""
         with torch.enable_grad():
             loss, new_buffers = self.functional.loss(params, buffers, batch, hypers)
-            got = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
+            with self.functional.again(params, buffers):
+                got = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for g, p in zip(got, params.values(), strict=True)]
         return dict(zip(params, grads, strict=True)), new_buffers, loss
 

@@ -158,7 +158,8 @@ class Problem:
                 raise NotDifferentiable(
                     "the validation loss does not depend on the parameters; remove `detach` or `no_grad` from it."
                 )
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+            with self.inner.functional.again(params, buffers):
+                grads = torch.autograd.grad(loss, inputs, allow_unused=True)
         return loss.detach(), [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
     def _pure_judged(self) -> Callable[[State, Any, Hypers], tuple[Tensor, list[Tensor]]]:

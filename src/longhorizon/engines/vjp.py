@@ -59,9 +59,9 @@ def step_back(
         d_rule[2 * n : 2 * n + m],
         d_rule[2 * n + m :],
     )
-    d_loss = _vjp(
-        [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers], [*to_grads, *d_buffers]
-    )
+    outputs, inputs = [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers]
+    with inner.functional.again(params, with_buffers(buffers)):
+        d_loss = _vjp(outputs, inputs, [*to_grads, *d_buffers])
     hessian_product = clipped(d_loss[:n], to_grads, clip)
     before = State(
         {name: a + b for name, a, b in zip(params, to_params, hessian_product, strict=True)},
