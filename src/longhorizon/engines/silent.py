@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from longhorizon import tree
+from longhorizon.engines.missing import check_derivative
 from longhorizon.functional import Buffers, Part
 from longhorizon.hypers import argument
 from longhorizon.inner import Hypers, State
@@ -45,6 +46,8 @@ def check_losses(problem: Problem, tangents: bool = False) -> None:
     for key in problem.learnt:
         if key not in reached and argument(key) not in problem.rule.defaults:
             raise _cut_off(problem, key, "train")
+    if tangents:  # the adjoint looks when it has tried a step back
+        check_derivative(problem, tangents)
 
 
 def check_twice(grads: Params) -> None:
