@@ -199,6 +199,18 @@ class Stubborn(nn.Module):
         return self.linear(x @ self.scale)
 
 
+class Rough(nn.Module):
+    """Normalises in float32, whatever it is given: it does not see so small a shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden + F.layer_norm(hidden.float(), (4,)).to(hidden))
+
+
 def float_pairs(t):
     x, y = pairs(t)
     return x.float(), y
@@ -213,6 +225,7 @@ WHOLE = {
     "kinks": lambda: task_of(kinks, half_black),
     "mask": lambda: task_of(Masked, float_pairs),
     "stubborn": lambda: task_of(Stubborn, float_pairs),
+    "rough": lambda: task_of(Rough, float_pairs),
     "noisy": lambda: task_of(mlp, loss=noisy),
     "linear": lambda: task_of(lambda: nn.Linear(5, 3).double(), loss=lambda m, b: m(b[0]).mean()),
 }

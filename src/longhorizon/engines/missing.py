@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longhorizon import tree
 from longhorizon.engines.vjp import pulled_back
@@ -101,8 +102,12 @@ class _Probe:
             for name, off in found.items()
             if off and self._off(slope, other, [name]) and _apart(differences[name], other[name]) < 0.1 * min(1.0, off)
         }
-        steady = torch.stack(self.losses)  # no step draws random numbers of its own
-        if not torch.allclose(steady, steady[0], rtol=1e-4):
+        if not found:
+            return {}
+        with _Casts() as casts:
+            self._at(0.0)
+        steady = torch.stack(self.losses)
+        if casts.seen or not torch.allclose(steady, steady[0], rtol=1e-4):  # too rough, or random beyond its seed
             return {}
         return {name: off for name, off in found.items() if name in self.across or self._is_read(name)}
 
@@ -231,6 +236,20 @@ class _Probe:
         """Whether a buffer has an influence on anything but itself."""
         here, there = self._at(0.0), self._at(1e-3, next(n for n in self.direction if part == _buffer(n)))
         return any(_apart(x, there[name]) > 1e-9 for name, x in here.items() if name != part)
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for float64 that becomes a type in which so small a shift is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if any(x.dtype == torch.float64 for x in tree.leaves((args, kwargs))):
+            self.seen |= any(tree.is_real(x) and x.dtype != torch.float64 for x in tree.leaves(result))
+        return result
 
 
 def _buffer(name: str) -> str:
