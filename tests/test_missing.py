@@ -237,6 +237,18 @@ def test_no_false_alarm(name, engine):
     look(WHOLE[name](), engine)
 
 
+def test_a_loss_that_needs_its_whole_batch_gets_it():
+    def whole(model, batch):
+        assert len(batch[0]) == 20
+        return focal(model, batch)
+
+    def many(t):
+        return torch.cat([pairs(t + i)[0] for i in range(4)])[:20], torch.cat([pairs(t + i)[1] for i in range(4)])[:20]
+
+    with pytest.warns(lh.MissingDerivative):
+        look(task_of(mlp, many, whole), "adjoint")
+
+
 def test_tune_looks_and_warns_once():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

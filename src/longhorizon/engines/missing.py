@@ -24,6 +24,7 @@ from longhorizon.rules import Params
 
 SHIFTS = (1e-10, 1e-9)  # in units of the parameters' size; what changes from one to the other is noise, or a kink
 TOLERANCE = 1e-3
+FEW = 16  # examples of the batch that are enough
 FLOOR = 1e-4  # of a part: smaller differences are taken for none
 GRADIENT, JUDGEMENT = "the gradient of Task.loss", "the validation loss"
 
@@ -45,10 +46,13 @@ def check_derivative(problem: Problem, tangents: bool) -> None:
     if tangents in problem.inner.probed:
         return
     problem.inner.probed.add(tangents)
-    try:
-        found = _missing(problem, tangents)
-    except Exception:  # whatever a model says to float64; what cannot be differentiated at all is named elsewhere
-        return
+    found: dict[str, float] = {}
+    for count in (FEW, None):
+        try:
+            found = _missing(problem, tangents, count)
+            break
+        except Exception:  # whatever a model says to a part of a batch, or to float64
+            continue
     if found:
         engine, other = ("Forward", "") if tangents else ("Adjoint", "lh.Forward(), which sees through no_grad, or ")
         shown = " and ".join(f"by {off:.1%} for {name}" for name, off in found.items())
@@ -62,23 +66,23 @@ def check_derivative(problem: Problem, tangents: bool) -> None:
         )
 
 
-def _missing(problem: Problem, tangents: bool) -> dict[str, float]:
+def _missing(problem: Problem, tangents: bool, count: int | None = None) -> dict[str, float]:
     """The parts of a step whose derivative is off along two directions, and by how much."""
-    found = _Probe(problem, tangents, 0).off()
-    again = _Probe(problem, tangents, 1).off() if found else {}
+    found = _Probe(problem, tangents, 0, count).off()
+    again = _Probe(problem, tangents, 1, count).off() if found else {}
     return {name: off for name, off in found.items() if name in again}
 
 
 class _Probe:
     """A step as a function of the parameters and of the buffers that carry their influence on, along one direction."""
 
-    def __init__(self, problem: Problem, tangents: bool, seed: int):
+    def __init__(self, problem: Problem, tangents: bool, seed: int, count: int | None):
         self.problem, self.inner, self.tangents = problem, problem.inner, tangents
         module, start = problem.inner.functional.module, problem.start
         frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
         self.params, self.buffers = tree.doubled(start.params), tree.doubled(start.buffers | frozen)
-        self.batch, self.hypers = tree.doubled((problem.batch(0), problem.hypers_at(0)))
-        self.val = tree.doubled(problem.val[0])
+        self.batch, self.val = tree.doubled((_first(problem.batch(0), count), _first(problem.val[0], count)))
+        self.hypers = tree.doubled(problem.hypers_at(0))
         self.losses: list[Tensor] = []
         generator = torch.Generator().manual_seed(seed)
         self.size = torch.cat([p.flatten() for p in self.params.values()]).square().mean().sqrt()
@@ -250,6 +254,13 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(x.dtype == torch.float64 for x in tree.leaves((args, kwargs))):
             self.seen |= any(tree.is_real(x) and x.dtype != torch.float64 for x in tree.leaves(result))
         return result
+
+
+def _first(batch: Any, count: int | None) -> Any:
+    """So many examples of a batch, if its tensors look like examples: any of them show what is differentiated."""
+    if len({len(x) for x in tree.leaves(batch) if x.ndim}) != 1:
+        return batch
+    return tree.map(lambda x: x[:count] if isinstance(x, Tensor) and x.ndim else x, batch)
 
 
 def _buffer(name: str) -> str:
