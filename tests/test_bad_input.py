@@ -259,6 +259,11 @@ CALLS = {
         ValueError,
         r"Task.val_loss or the model changes a val batch in place",
     ),
+    "metrics in place": (
+        {"task": task(metrics=lambda model, batch: {"loss": halving(model, batch)})},
+        ValueError,
+        r"Task.metrics or the model changes a val batch in place",
+    ),
     "first layer in place": (
         {"task": task(model=lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()))},
         ValueError,

@@ -301,11 +301,7 @@ def _check_losses(problem: Problem) -> None:
         generators, versions = seeds.torch_state(), _versions(batch)
         with torch.set_grad_enabled(part == "train"):
             value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
-        if _versions(batch) != versions:
-            raise ValueError(
-                f"Task.{name} or the model changes a {part} batch in place, and a batch is used more than once: write "
-                "it out of place, x / 2 for x.div_(2), and leave inplace=True out of the first layer."
-            )
+        _check_unchanged(name, part, batch, versions)
         if part == "train":
             problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
@@ -333,6 +329,14 @@ def _check_losses(problem: Problem) -> None:
 def _versions(batch: Any) -> list[int]:
     """A number for every tensor of a batch, which grows whenever something is written into it."""
     return [x._version for x in tree.leaves(batch) if not x.is_inference()]
+
+
+def _check_unchanged(name: str, part: str, batch: Any, versions: list[int]) -> None:
+    if _versions(batch) != versions:
+        raise ValueError(
+            f"Task.{name} or the model changes a {part} batch in place, and a batch is used more than once: write "
+            "it out of place, x / 2 for x.div_(2), and leave inplace=True out of the first layer."
+        )
 
 
 def check_own(module: nn.Module, loss: Tensor, name: str) -> None:
@@ -367,7 +371,9 @@ def _check_metrics(problem: Problem) -> None:
         return
     state = problem.start
     buffers = {name: b.clone() for name, b in state.buffers.items()}  # a model may write into its own
+    versions = _versions(problem.val[0])
     found: Any = problem.inner.functional.measure(state.params, buffers, problem.val[0])
+    _check_unchanged("metrics", "val", problem.val[0], versions)
     if not isinstance(found, Mapping):
         raise TypeError(f"Task.metrics returned {type(found).__name__}: expected a dictionary, e.g. {{'accuracy': …}}.")
     for name, value in found.items():
