@@ -227,6 +227,8 @@ WHOLE = {
     "stubborn": lambda: task_of(Stubborn, float_pairs),
     "rough": lambda: task_of(Rough, float_pairs),
     "noisy": lambda: task_of(mlp, loss=noisy),
+    "huge": lambda: task_of(mlp, val_loss=lambda m, b: 1e200 * classify(m, b)),
+    "tiny": lambda: task_of(mlp, loss=lambda m, b: 1e-200 * classify(m, b), val_loss=lambda m, b: 0 * classify(m, b)),
     "linear": lambda: task_of(lambda: nn.Linear(5, 3).double(), loss=lambda m, b: m(b[0]).mean()),
 }
 

