@@ -41,6 +41,37 @@ def half_frozen():
     return model
 
 
+def halving(model, batch):
+    return classify(model, (batch[0].div_(2), batch[1]))
+
+
+def hooked(register):
+    """A model whose first weight has a hook for its gradient."""
+
+    def make():
+        model = mlp()
+        getattr(model[0].weight, register)(lambda *_: None)
+        return model
+
+    return make
+
+
+def looked_up(kind):
+    return lambda: nn.Sequential(kind(5, 4, max_norm=1.0), nn.Linear(4, 3))
+
+
+class Kept(nn.Sequential):
+    """Keeps a list of its own weights, for a penalty."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 3, dtype=torch.float64))
+        self.decayed = [p for p in self.parameters() if p.ndim > 1]
+
+
+def penalised(model, batch):
+    return classify(model, batch) + 0.1 * sum(p.square().sum() for p in model.decayed)
+
+
 def call(**changes):
     """A call that is good but for `changes`; `hypers` given as a dict of keyword arguments replace the learnt lr."""
     given = {"task": task(), "rule": lh.sgd(), "hypers": {"lr": lh.Hyper(0.1)}, "steps": 8} | changes
@@ -217,6 +248,51 @@ CALLS = {
         {"task": task(loss=lambda model, batch: model(batch[0]).sum(0))},
         ValueError,
         r"Task.loss returned shape \(3,\).*take the mean",
+    ),
+    "train batch in place": (
+        {"task": task(loss=halving, val_loss=classify)},
+        ValueError,
+        r"Task.loss or the model changes a train batch in place.*write it out of place",
+    ),
+    "val batch in place": (
+        {"task": task(val_loss=halving)},
+        ValueError,
+        r"Task.val_loss or the model changes a val batch in place",
+    ),
+    "metrics in place": (
+        {"task": task(metrics=lambda model, batch: {"loss": halving(model, batch)})},
+        ValueError,
+        r"Task.metrics or the model changes a val batch in place",
+    ),
+    "first layer in place": (
+        {"task": task(model=lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()))},
+        ValueError,
+        r"changes a train batch in place.*inplace=True",
+    ),
+    "gradient hook": (
+        {"task": task(model=hooked("register_hook"))},
+        TypeError,
+        r"parameter '0.weight' has a gradient hook, which would not be called.*lh.clipped",
+    ),
+    "accumulation hook": (
+        {"task": task(model=hooked("register_post_accumulate_grad_hook"))},
+        TypeError,
+        r"parameter '0.weight' has a gradient hook",
+    ),
+    "max_norm": (
+        {"task": task(model=looked_up(nn.Embedding))},
+        TypeError,
+        r"module '0' is Embedding with max_norm.*in place.*leave max_norm out",
+    ),
+    "max_norm of bags": (
+        {"task": task(model=looked_up(nn.EmbeddingBag))},
+        TypeError,
+        r"module '0' is EmbeddingBag with max_norm",
+    ),
+    "kept weights in val_loss": (
+        {"task": task(model=Kept, val_loss=penalised)},
+        ValueError,
+        r"Task.val_loss reaches parameter '0.weight' by a reference that was kept",
     ),
     "float loss": (
         {"task": task(loss=lambda model, batch: 1.0)},
@@ -408,3 +484,20 @@ def test_a_start_may_be_a_tensor():
         call(hypers={"lr": lh.Hyper(start)}).grad["lr"] for start in (0.1, torch.tensor(0.1, dtype=torch.float64))
     )
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint(), lh.FiniteDifference(), lh.Factorial()], ids=str)
+def test_weights_kept_from_before_are_not_those_that_are_trained(engine):
+    words = r"Task.loss reaches parameter '0.weight' by a reference that was kept.*take it from the model inside the"
+    made = task(model=Kept, loss=penalised, val_loss=classify, test=lambda: [pairs(9)])
+    with pytest.raises(ValueError, match=words):
+        call(task=made, engine=engine)
+    with pytest.raises(ValueError, match=words):
+        lh.retrain(made, lh.sgd(), {"lr": lh.Hyper(0.1)}, {"lr": [0.1]}, steps=3)
+
+
+def test_weights_taken_inside_the_loss_are_fine():
+    def inside(model, batch):
+        return classify(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters() if p.ndim > 1)
+
+    assert call(task=task(model=Kept, loss=inside)).status.ok

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 import longhorizon as lh
 from longhorizon.problem import environment, make_problem
@@ -398,6 +399,10 @@ def linear(*more):
     return nn.Sequential(nn.Linear(5, 3), *more).double()
 
 
+def saving(y):
+    return checkpoint(torch.tanh, y, use_reentrant=False)
+
+
 def spectral():
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))).double()
 
@@ -426,6 +431,7 @@ REFUSED = {
     "instance": (instance_norm, "auto", TypeError, r"module '2' is InstanceNorm1d.*track_running_stats=False"),
     "own-norm": (lambda: linear(OwnNorm(3)), "auto", TypeError, r"module '1' is OwnNorm, a BatchNorm with a forward"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "auto", TypeError, r"module '0' is LazyLinear: run one batch"),
+    "checkpointed": (lambda: Through(saving), lh.Forward(), CANNOT, r"Forward cannot .*saved tensor hooks.*lh.Adjoint"),
     "rrelu": (lambda: linear(nn.RReLU()), lh.Forward(), CANNOT, r"rrelu_with_noise.*lh.Adjoint"),
 }
 

@@ -37,7 +37,9 @@ ENGINE_LAYERS = [
     ["choose"],
     ["greedy", "hybrid"],
     ["adjoint", "forward", "difference", "factorial"],
-    ["silent", "base", "vjp", "reader", "design"],
+    ["silent"],
+    ["missing"],
+    ["base", "vjp", "reader", "design"],
     ["clipping"],
 ]
 ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name in names}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import longhorizon as lh
 from longhorizon import tree
@@ -154,6 +155,55 @@ def test_tied_weights_stay_tied():
     model = Block(tied=True)
     model.load_state_dict(h.params, strict=False)
     assert model.head.weight is model.embed.weight
+
+
+def test_a_module_used_twice_keeps_no_tensor_of_a_run():
+    """Torch's `functional_call` leaves the last ones in it, and the next run's weights would be written into them."""
+    task, traces = task_of(shared_norm), lh.Traces()
+
+    def run(seed):
+        return lh.hypergradient(
+            task, lh.sgd(), {"lr": lh.Hyper(0.2)}, steps=3, seed=seed, engine=lh.Forward(), traces=traces
+        )
+
+    first = run(0)
+    kept = {name: p.clone() for name, p in first.params.items()}
+    run(1)
+    assert tree.equal(first.params, kept)
+
+
+class Saving(nn.Module):
+    """Its first half is run again in every backward pass, to save memory."""
+
+    def __init__(self, saving: bool):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 4))
+        self.head, self.saving = nn.Linear(4, 3), saving
+        self.register_buffer("centre", torch.zeros(4))
+        self.double()
+
+    def half(self, x):
+        y = self.first(x).tanh()
+        if self.training:
+            self.centre = 0.7 * self.centre + 0.3 * y.mean(0)
+        return y - self.centre
+
+    def forward(self, x):
+        return self.head(checkpoint(self.half, x, use_reentrant=False) if self.saving else self.half(x))
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("engine", [lh.Adjoint("all"), lh.Adjoint("sqrt"), lh.FiniteDifference()], ids=str)
+def test_checkpointing_changes_nothing(engine, mode):
+    def found(saving):
+        task = task_of(lambda: Saving(saving), val_mode=mode)
+        return lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper([0.3, 0.5], windows=2)}, steps=6, engine=engine)
+
+    plain, saving = found(False), found(True)
+    assert saving.val_loss == pytest.approx(plain.val_loss, rel=1e-12)
+    assert torch.allclose(saving.grad["lr"], plain.grad["lr"], rtol=1e-9)
+    for name, b in plain.buffers.items():
+        assert torch.allclose(saving.buffers[name], b, rtol=1e-12), name
 
 
 # --- randomness ---

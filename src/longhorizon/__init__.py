@@ -7,6 +7,7 @@ from longhorizon.engines import (
     Forward,
     Greedy,
     Hybrid,
+    MissingDerivative,
     Progress,
     ReplayError,
     hypergradient,
@@ -67,8 +68,9 @@ __all__ = [
     # Other ways to find hyperparameters, on equal terms
     "compare",
     "Comparison",
-    # Errors of their own
+    # Errors of their own, and a warning
     "NotDifferentiable",
+    "MissingDerivative",
     "ReplayError",
     "RunError",
     "Interrupted",

@@ -47,7 +47,8 @@ def _product(problem: Problem, direction: Params, double: bool) -> list[Tensor]:
         slope = torch.stack([(grads[name] * direction[name]).sum() for name in params]).sum()
     if not slope.requires_grad:
         return [torch.zeros_like(p, dtype=torch.float64) for p in params.values()]
-    got = torch.autograd.grad(slope, list(params.values()), allow_unused=True)
+    with problem.inner.functional.again(params, buffers):
+        got = torch.autograd.grad(slope, list(params.values()), allow_unused=True)
     return [
         torch.zeros_like(p).double() if g is None else g.double() for g, p in zip(got, params.values(), strict=True)
     ]

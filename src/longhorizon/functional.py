@@ -5,14 +5,14 @@ eval mode would silently lose their derivative. Ours are computed out of place, 
 Losses whose gradient torch cannot push a tangent through have plain forms here too: see `PlainLosses`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _WeightNorm
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from longhorizon.normalise import normalise
 from longhorizon.rules import Params
-from longhorizon.task import Loss, Task, call_loss
+from longhorizon.task import Task, call_loss
 
 Buffers = dict[str, Tensor]
 Part = Literal["train", "val"]
@@ -44,7 +44,9 @@ class Functional:
                 part.forward = partial(_dropout, part)  # type: ignore[method-assign]
         self.module = module
         self._task = task
-        self._caller = _Caller(module)
+        names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        held: list[dict[str, Any]] = [place for part in module.modules() for place in (part._parameters, part._buffers)]
+        self._places = [(place, key, names[id(t)]) for place in held for key, t in place.items() if t is not None]
         module.train()
 
     @property
@@ -62,24 +64,45 @@ class Functional:
         self, params: Params, buffers: Buffers, batch: Any, hypers: Mapping[str, Tensor], part: Part = "train"
     ) -> tuple[Tensor, Buffers]:
         """The loss of a batch, and the buffers after it."""
-        task = self._task
-        # Clones, because a user's module may write into its buffers.
-        state = {f"module.{k}": b.clone() for k, b in buffers.items()} | {f"module.{k}": p for k, p in params.items()}
+        task, state = self._task, _copies(buffers) | params
         loss = task.val_loss if part == "val" and task.val_loss is not None else task.loss
         self._set_mode(training=part == "train" or task.val_mode == "train")
-        # functional_call writes a reassigned buffer back into the dictionary that it was given.
-        value = functional_call(self._caller, state, (loss, batch, hypers))
-        return value, {k: state[f"module.{k}"] for k in buffers}
+        with self._holding(state):
+            value = call_loss(loss, self.module, batch, hypers)
+        return value, {name: state[name] for name in buffers}
+
+    def again(self, params: Params, buffers: Buffers) -> AbstractContextManager[None]:
+        """The module with these tensors in it, for a backward pass: it runs those parts again that are checkpointed.
+
+        What they write into the buffers then is lost; the pass forward has written it already.
+        """
+        return self._holding(_copies(buffers) | params)
+
+    @contextmanager
+    def _holding(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        """The module with these tensors in it; one that it replaces is replaced in the dictionary, too.
+
+        As torch's `functional_call`, which however leaves the tensors in a module that is used under two names.
+        """
+        own = [place[key] for place, key, _ in self._places]
+        try:
+            for place, key, name in self._places:
+                place[key] = tensors.get(name, place[key])
+            yield
+        finally:
+            for (place, key, name), tensor in zip(self._places, own, strict=True):
+                if name in tensors:
+                    tensors[name] = place[key]
+                place[key] = tensor
 
     def measure(self, params: Params, buffers: Buffers, batch: Any) -> Mapping[str, Tensor]:
         """The task's metrics on a batch, in eval mode."""
         if self._task.metrics is None:
             return {}
-        state = {f"module.{k}": t for k, t in (buffers | params).items()}
         self._set_mode(training=False)
-        with torch.no_grad():
-            found: Mapping[str, Tensor] = functional_call(self._caller, state, (self._task.metrics, batch, {}))
-        return found
+        with torch.no_grad(), self._holding(buffers | params):
+            found: Any = call_loss(self._task.metrics, self.module, batch, {})  # type: ignore[arg-type]
+        return found  # type: ignore[no-any-return]
 
     def _set_mode(self, training: bool) -> None:
         if self.module.training != training:
@@ -97,15 +120,9 @@ class PlainLosses(TorchFunctionMode):
         return _PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
-class _Caller(nn.Module):
-    """Puts the user's `loss(model, batch)` where `functional_call` can swap the model's tensors."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, loss: Loss, batch: Any, hypers: Mapping[str, Tensor]) -> Tensor:
-        return call_loss(loss, self.module, batch, hypers)
+def _copies(buffers: Buffers) -> Buffers:
+    """Clones, because a user's module may write into its buffers."""
+    return {name: b.clone() for name, b in buffers.items()}
 
 
 def check_module(module: object) -> None:
@@ -117,6 +134,11 @@ def check_module(module: object) -> None:
     for name, p in module.named_parameters():
         if p.requires_grad and not p.is_floating_point():
             raise TypeError(f"parameter {name!r} is {p.dtype}: only real floating-point parameters are supported.")
+        if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+            raise TypeError(
+                f"parameter {name!r} has a gradient hook, which would not be called: training is a function of the "
+                "weights' values alone. Change the gradient by the loss or by the rule, as lh.clipped does."
+            )
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise TypeError(f"module {name!r} is SyncBatchNorm, whose statistics cross processes: use BatchNorm here.")
@@ -127,6 +149,11 @@ def check_module(module: object) -> None:
             )
         if isinstance(part, _WeightNorm) or any(isinstance(h, WeightNorm) for h in part._forward_pre_hooks.values()):
             raise TypeError(f"module {name!r} is weight-normed: torch's second derivative of weight_norm is wrong.")
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise TypeError(
+                f"module {name!r} is {type(part).__name__} with max_norm, which rescales its weights in place, outside "
+                "autograd: leave max_norm out and scale the rows that are looked up."
+            )
         if isinstance(part, _InstanceNorm) and part.track_running_stats:
             raise TypeError(
                 f"module {name!r} is {type(part).__name__} with running statistics, which torch updates outside "

@@ -55,6 +55,9 @@ class Inner:
     def __init__(self, functional: Functional, rule: Rule, groups: tuple[Group, ...]):
         self.functional, self.rule, self.groups = functional, rule, groups
         self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
+        self.probed: set[bool] = (
+            set()
+        )  # whether its derivative was looked at, forwards or backwards (engines/missing.py)
 
     def start(self) -> State:
         """The state before the first step."""
@@ -80,7 +83,8 @@ class Inner:
         """The gradient of the training loss by autograd; `params` must require grad."""
         with torch.enable_grad():
             loss, new_buffers = self.functional.loss(params, buffers, batch, hypers)
-            got = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
+            with self.functional.again(params, buffers):
+                got = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for g, p in zip(got, params.values(), strict=True)]
         return dict(zip(params, grads, strict=True)), new_buffers, loss
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longhorizon import compile, cuda, seeds, tree
@@ -160,7 +160,8 @@ class Problem:
                 raise NotDifferentiable(
                     "the validation loss does not depend on the parameters; remove `detach` or `no_grad` from it."
                 )
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+            with self.inner.functional.again(params, buffers):
+                grads = torch.autograd.grad(loss, inputs, allow_unused=True)
         return loss.detach(), [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
 
     def _pure_judged(self) -> Callable[[State, Any, Hypers], tuple[Tensor, list[Tensor]]]:
@@ -300,9 +301,10 @@ def _check_losses(problem: Problem) -> None:
     ):
         name = "loss" if loss is problem.task.loss else "val_loss"
         problem.seed_step(0)
-        generators = seeds.torch_state()
+        generators, versions = seeds.torch_state(), _versions(batch)
         with torch.set_grad_enabled(part == "train"):
             value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
+        _check_unchanged(name, part, batch, versions)
         if part == "train":
             problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
@@ -317,6 +319,7 @@ def _check_losses(problem: Problem) -> None:
                 "the training loss does not depend on the parameters, so nothing could be trained: remove `detach`, "
                 "`item` or `no_grad` from Task.loss and the model."
             )
+        check_own(functional.module, value, name)
     unread = [k for k in problem.hypers if argument(k) not in problem.rule.defaults and k not in recorder.read]
     if unread:
         known = sorted(recorder.read) + list(problem.rule.defaults)
@@ -326,13 +329,54 @@ def _check_losses(problem: Problem) -> None:
         )
 
 
+def _versions(batch: Any) -> list[int]:
+    """A number for every tensor of a batch, which grows whenever something is written into it."""
+    return [x._version for x in tree.leaves(batch) if not x.is_inference()]
+
+
+def _check_unchanged(name: str, part: str, batch: Any, versions: list[int]) -> None:
+    if _versions(batch) != versions:
+        raise ValueError(
+            f"Task.{name} or the model changes a {part} batch in place, and a batch is used more than once: write "
+            "it out of place, x / 2 for x.div_(2), and leave inplace=True out of the first layer."
+        )
+
+
+def check_own(module: nn.Module, loss: Tensor, name: str) -> None:
+    """Refuse a loss that uses weights of the model as it was made: those are not the ones that are trained."""
+    own = {id(p): weight for weight, p in module.named_parameters()}
+    for node in nodes([loss]):
+        weight = own.get(id(getattr(node, "variable", None)))
+        if weight is not None:
+            raise ValueError(
+                f"Task.{name} reaches parameter {weight!r} by a reference that was kept when the model was made (a "
+                "list of its parameters, say), which training never changes: take it from the model inside the loss, "
+                "by its name or from model.parameters()."
+            )
+
+
+def nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """The operations that autograd recorded on the way to some tensors."""
+    ahead = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for later, _ in node.next_functions:
+            if later is not None and later not in seen:
+                seen.add(later)
+                ahead.append(later)
+
+
 def _check_metrics(problem: Problem) -> None:
     """Take the metrics once, so that one that cannot be taken is known before the run and not after it."""
     if problem.task.metrics is None:
         return
     state = problem.start
     buffers = {name: b.clone() for name, b in state.buffers.items()}  # a model may write into its own
+    versions = _versions(problem.val[0])
     found: Any = problem.inner.functional.measure(state.params, buffers, problem.val[0])
+    _check_unchanged("metrics", "val", problem.val[0], versions)
     if not isinstance(found, Mapping):
         raise TypeError(f"Task.metrics returned {type(found).__name__}: expected a dictionary, e.g. {{'accuracy': …}}.")
     for name, value in found.items():

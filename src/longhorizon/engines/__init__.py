@@ -9,6 +9,7 @@ from longhorizon.engines.factorial import Factorial
 from longhorizon.engines.forward import Forward
 from longhorizon.engines.greedy import Greedy
 from longhorizon.engines.hybrid import Hybrid
+from longhorizon.engines.missing import MissingDerivative
 
 __all__ = [
     "Adjoint",
@@ -18,6 +19,7 @@ __all__ = [
     "Forward",
     "Greedy",
     "Hybrid",
+    "MissingDerivative",
     "Progress",
     "ReplayError",
     "Run",

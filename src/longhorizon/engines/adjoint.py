@@ -19,6 +19,7 @@ from longhorizon import compile, tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
 from longhorizon.engines.clipping import Clip, check_clip, in_words
+from longhorizon.engines.missing import check_derivative
 from longhorizon.engines.reader import Reader, largest
 from longhorizon.engines.silent import check_buffers, check_losses, check_twice
 from longhorizon.engines.vjp import pure_step_back, step_back
@@ -335,6 +336,7 @@ def _probe(problem: Problem, state: State, step: int) -> None:
     grads, after, _ = problem.inner.gradient(params, buffers, batch, hypers, create_graph=True)
     check_twice(grads)
     check_buffers(problem, state, step, after)
+    check_derivative(problem, tangents=False)
 
 
 def _check_kept_batches(problem: Problem) -> None:

@@ -154,6 +154,7 @@ def explain(error: Exception, engine: str) -> Exception:
     text = str(error).split("\n")[0]
     marks = ["not implemented", "does not support it", "Batching rule", "doesn't have a derivative", "vmap:"]
     marks += ["setup_context", "vmap support", "implement the jvp", "once_differentiable", "differentiate twice"]
+    marks += ["saved tensor hooks"]  # torch.utils.checkpoint
     if isinstance(error, RuntimeError | NotImplementedError) and any(mark in str(error) for mark in marks):
         other = "lh.Adjoint()" if engine == "Forward" else "lh.Forward()"
         return NotDifferentiable(

@@ -1,6 +1,5 @@
 """Where autograd would leave out a part of the derivative and say nothing: looked for once, before the run."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,10 +7,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from longhorizon import tree
+from longhorizon.engines.missing import check_derivative
 from longhorizon.functional import Buffers, Part
 from longhorizon.hypers import argument
 from longhorizon.inner import Hypers, State
-from longhorizon.problem import NotDifferentiable, Problem, Recorder
+from longhorizon.problem import NotDifferentiable, Problem, Recorder, check_own, nodes
 from longhorizon.rules import Params
 
 
@@ -30,7 +30,9 @@ def check_losses(problem: Problem, tangents: bool = False) -> None:
             continue  # that it can be trained is known already
         batch = problem.batch(0) if part == "train" else problem.val[0]
         loss, inputs, levers, read = _connected(problem, part, batch)
-        leaves = {id(getattr(node, "variable", None)) for node in _nodes([loss])}
+        if part == "val":
+            check_own(problem.inner.functional.module, loss, "loss" if problem.task.val_loss is None else "val_loss")
+        leaves = {id(getattr(node, "variable", None)) for node in nodes([loss])}
         if part == "val" and not any(id(x) in leaves for x in inputs):
             raise NotDifferentiable(
                 "the validation loss does not depend on the parameters; remove `detach` or `no_grad` from it."
@@ -44,11 +46,13 @@ def check_losses(problem: Problem, tangents: bool = False) -> None:
     for key in problem.learnt:
         if key not in reached and argument(key) not in problem.rule.defaults:
             raise _cut_off(problem, key, "train")
+    if tangents:  # the adjoint looks when it has tried a step back
+        check_derivative(problem, tangents)
 
 
 def check_twice(grads: Params) -> None:
     """Find operations marked as differentiable once only: autograd cuts the graph there and says nothing."""
-    for node in _nodes(grads.values()):
+    for node in nodes(grads.values()):
         if node.name().endswith("autograd::Error"):
             raise NotDifferentiable(
                 "Adjoint cannot differentiate this model's gradient: a custom autograd.Function is marked "
@@ -99,19 +103,6 @@ def check_buffers(problem: Problem, state: State, step: int, after: Buffers) -> 
 def _nudge(x: Tensor) -> Tensor:
     """Slightly other numbers, every element by another amount (a softmax would not see a common shift)."""
     return x + torch.linspace(0.01, 0.03, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
-
-
-def _nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """The operations that autograd recorded on the way to some tensors."""
-    ahead = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen = set(ahead)
-    while ahead:
-        node = ahead.pop()
-        yield node
-        for later, _ in node.next_functions:
-            if later is not None and later not in seen:
-                seen.add(later)
-                ahead.append(later)
 
 
 def _connected(problem: Problem, part: Part, batch: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor], set[str]]:

@@ -47,7 +47,7 @@ def step_back(
     leaves = {name: g.detach().requires_grad_() for name, g in grads.items()}
     with torch.enable_grad():
         new_params, new_memory = inner.update(params, leaves, with_memory(memory), hypers)
-    d_rule = _vjp(
+    d_rule = pulled_back(
         [*new_params.values(), *tree.split(new_memory)[0]],
         [*params.values(), *leaves.values(), *memory, *levers],
         [*d_params, *d_memory],
@@ -59,9 +59,9 @@ def step_back(
         d_rule[2 * n : 2 * n + m],
         d_rule[2 * n + m :],
     )
-    d_loss = _vjp(
-        [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers], [*to_grads, *d_buffers]
-    )
+    outputs, inputs = [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers]
+    with inner.functional.again(params, with_buffers(buffers)):
+        d_loss = pulled_back(outputs, inputs, [*to_grads, *d_buffers])
     hessian_product = clipped(d_loss[:n], to_grads, clip)
     before = State(
         {name: a + b for name, a, b in zip(params, to_params, hessian_product, strict=True)},
@@ -123,10 +123,13 @@ def pure_step_back(
     return before, {key: to_learnt[key] + direct[key] for key in learnt}, value
 
 
-def _vjp(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
-    """autograd.grad that takes outputs without a graph and inputs without an influence."""
+def pulled_back(
+    outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor], keep: bool = False
+) -> list[Tensor]:
+    """autograd.grad that takes outputs without a graph and inputs without an influence; `keep` its graph for more."""
     live = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     if not live:
         return [torch.zeros_like(x) for x in inputs]
-    got = torch.autograd.grad([o for o, _ in live], inputs, [c for _, c in live], allow_unused=True)
+    ends, starts = [o for o, _ in live], [c for _, c in live]
+    got = torch.autograd.grad(ends, inputs, starts, retain_graph=keep, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(got, inputs, strict=True)]

@@ -1,0 +1,265 @@
+"""A derivative that lacks a part is found before the run, against central differences; a whole one is left in peace."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import longhorizon as lh
+from longhorizon.problem import environment, make_problem
+from problems import classify, held_out, images, mlp, pairs, stream, task_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated")  # torch, when it first takes a tangent
+
+LR = {"lr": lh.Hyper(0.5)}
+ENGINES = {"forward": lh.Forward(compile=False), "adjoint": lh.Adjoint()}
+BOTH = ("forward", "adjoint")
+EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES)
+
+
+def focal(model, batch):
+    right = -F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return -((1 - right.exp()).detach() ** 2 * right).mean()
+
+
+def distilled(model, batch):
+    logits = model(batch[0])
+    target = (2 * logits).softmax(1).detach()
+    return F.cross_entropy(logits, batch[1]) + F.cross_entropy(logits, target)
+
+
+def distilled_under_no_grad(model, batch):
+    logits = model(batch[0])
+    with torch.no_grad():
+        target = (2 * logits).softmax(1)
+    return F.cross_entropy(logits, batch[1]) + F.cross_entropy(logits, target)
+
+
+class Reversed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return -0.5 * g
+
+    @staticmethod
+    def jvp(ctx, t):
+        return t.view_as(t)
+
+
+class Rounded(Reversed):
+    @staticmethod
+    def forward(x):
+        return x.round(decimals=1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def adversarial(model, batch):
+    hidden = model[1](model[0](batch[0]))
+    return F.cross_entropy(model[2](hidden), batch[1]) + F.cross_entropy(model[2](Reversed.apply(hidden)), 2 - batch[1])
+
+
+def quantised(model, batch):
+    return F.cross_entropy(model[1](F.linear(batch[0], Rounded.apply(model[0].weight)))[:, :3], batch[1])
+
+
+def damped(model, batch):
+    hidden = model[1](model[0](batch[0]))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda g: 0.5 * g)
+    return F.cross_entropy(model[2](hidden), batch[1])
+
+
+LOSSES = {
+    # name: loss, which engines leave something out
+    "detached weight": (focal, BOTH),
+    "detached target": (distilled, BOTH),
+    "target under no_grad": (distilled_under_no_grad, ("adjoint",)),
+    "reversed gradient": (adversarial, ("adjoint",)),
+    "straight through": (quantised, BOTH),
+    "hook": (damped, ("adjoint",)),
+}
+
+
+def look(task, engine, hypers=LR):
+    with environment():
+        ENGINES[engine].begin(make_problem(task, lh.sgd(), hypers, 5, 0))
+
+
+@EVERY_ENGINE
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_whose_gradient_is_not_differentiated_whole(name, engine):
+    loss, off = LOSSES[name]
+    task = task_of(mlp, loss=loss, val_loss=classify)
+    if engine not in off:
+        found = lh.hypergradient(task, lh.sgd(), LR, steps=5, engine=ENGINES[engine])
+    else:
+        words = rf"{engine.title()} leaves out a part.*off by [\d.]+% for the gradient of Task.loss.*lh.Factorial\(\)"
+        with pytest.warns(lh.MissingDerivative, match=words):
+            found = lh.hypergradient(task, lh.sgd(), LR, steps=5, engine=ENGINES[engine])
+    truth = lh.hypergradient(task, lh.sgd(), LR, steps=5, engine=lh.FiniteDifference())
+    assert torch.allclose(found.grad["lr"], truth.grad["lr"], rtol=1e-5) == (engine not in off)
+
+
+@EVERY_ENGINE
+def test_a_validation_loss_that_is_not_differentiated_whole(engine):
+    with pytest.warns(lh.MissingDerivative, match="% for the validation loss") as seen:
+        look(task_of(mlp, val_loss=focal), engine)
+    assert "Task.loss," not in str(seen[0].message)
+
+
+class Centred(nn.Module):
+    """Centres by a running mean."""
+
+    def __init__(self, write, read=lambda centre: centre):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.register_buffer("centre", torch.zeros(4))
+        self.write, self.read = write, read
+        self.double()
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            self.write(self.centre, hidden)
+        return self.last(hidden - self.read(self.centre))
+
+
+def plainly(centre, hidden):
+    centre.mul_(0.9).add_(0.1 * hidden.mean(0))
+
+
+def cut_off(centre, hidden):
+    plainly(centre, hidden.detach())
+
+
+@EVERY_ENGINE
+def test_a_buffer_cut_off_from_the_parameters_is_named(engine):
+    with pytest.warns(lh.MissingDerivative, match="% for buffer 'centre'"):
+        look(task_of(lambda: Centred(cut_off)), engine)
+    with pytest.warns(lh.MissingDerivative, match="% for the gradient of Task.loss"):
+        look(task_of(lambda: Centred(plainly, read=torch.Tensor.detach)), engine)
+    look(task_of(lambda: Centred(plainly)), engine)
+    look(task_of(lambda: Centred(cut_off, read=lambda centre: 0)), engine)  # nothing reads it
+
+
+def float_images(t):
+    x, y = images(t)
+    return x.float(), y
+
+
+def kinks():
+    """Many ReLUs, some with an input of exactly zero, and ties between pooled values."""
+    conv = nn.Conv2d(2, 8, 3, padding=1)
+    nn.init.zeros_(conv.bias)
+    pool = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3))
+    return nn.Sequential(conv, nn.ReLU(), *pool, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+def half_black(t):
+    x, y = float_images(t)
+    return torch.where(torch.arange(x.shape[-1]) < x.shape[-1] // 2, 0.0, x), y
+
+
+class Masked(nn.Module):
+    """Its mask is a float that must be exactly zero; a layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+        self.layers[0].requires_grad_(False)
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0]))
+
+    def forward(self, x):
+        return self.layers(x.masked_fill(self.mask == 0, 0.0))
+
+
+class Stubborn(nn.Module):
+    """Runs in one type only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 3), torch.ones(5, 5)
+
+    def forward(self, x):
+        return self.linear(x @ self.scale)
+
+
+class Rough(nn.Module):
+    """Normalises in float32, whatever it is given: it does not see so small a shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden + F.layer_norm(hidden.float(), (4,)).to(hidden))
+
+
+def float_pairs(t):
+    x, y = pairs(t)
+    return x.float(), y
+
+
+def noisy(model, batch):
+    x = batch[0] + np.random.randn() if model.training else batch[0]
+    return classify(model, (x, batch[1]))
+
+
+WHOLE = {
+    "kinks": lambda: task_of(kinks, half_black),
+    "mask": lambda: task_of(Masked, float_pairs),
+    "stubborn": lambda: task_of(Stubborn, float_pairs),
+    "rough": lambda: task_of(Rough, float_pairs),
+    "noisy": lambda: task_of(mlp, loss=noisy),
+    "huge": lambda: task_of(mlp, val_loss=lambda m, b: 1e200 * classify(m, b)),
+    "tiny": lambda: task_of(mlp, loss=lambda m, b: 1e-200 * classify(m, b), val_loss=lambda m, b: 0 * classify(m, b)),
+    "linear": lambda: task_of(lambda: nn.Linear(5, 3).double(), loss=lambda m, b: m(b[0]).mean()),
+}
+
+
+@EVERY_ENGINE
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_false_alarm(name, engine):
+    look(WHOLE[name](), engine)
+
+
+def test_a_loss_that_needs_its_whole_batch_gets_it():
+    def whole(model, batch):
+        assert len(batch[0]) == 20
+        return focal(model, batch)
+
+    def many(t):
+        return torch.cat([pairs(t + i)[0] for i in range(4)])[:20], torch.cat([pairs(t + i)[1] for i in range(4)])[:20]
+
+    with pytest.warns(lh.MissingDerivative):
+        look(task_of(mlp, many, whole), "adjoint")
+
+
+def test_tune_looks_and_warns_once():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        task = task_of(mlp, loss=focal, val_loss=classify)
+        lh.tune(task, lh.sgd(), LR, steps=4, outer_steps=3, seeds=2, engine=lh.Adjoint())
+    assert [w.category for w in seen] == [lh.MissingDerivative]
+
+
+def test_differences_need_no_look():
+    task = lh.Task(mlp, focal, stream(pairs), held_out(pairs))
+    for engine in (lh.FiniteDifference(), lh.Factorial()):
+        assert lh.hypergradient(task, lh.sgd(), LR, steps=4, engine=engine).status.ok
