@@ -55,9 +55,7 @@ class Inner:
     def __init__(self, functional: Functional, rule: Rule, groups: tuple[Group, ...]):
         self.functional, self.rule, self.groups = functional, rule, groups
         self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
-        self.probed: set[bool] = (
-            set()
-        )  # whether its derivative was looked at, forwards or backwards (engines/missing.py)
+        self.probed: set[bool] = set()  # whether its derivative was looked at, forwards or backwards
 
     def start(self) -> State:
         """The state before the first step."""
