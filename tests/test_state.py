@@ -1,11 +1,13 @@
 """What a run carries along: buffers, randomness, batches, and itself when it is saved and begun again."""
 
+import copy
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -445,3 +447,25 @@ def test_progress_is_reported_after_every_step():
     assert {p.phase for p in seen} >= {"train", "replay", "back"}
     assert [p.done for p in seen] == sorted(p.done for p in seen)
     assert seen[-1].done == seen[-1].total
+
+
+def test_a_model_that_is_handed_out_again_and_again_stays_plain():
+    """As for fine-tuning: `lambda: pretrained`. Afterwards it trains as if nothing had been."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).double()
+    before = copy.deepcopy(model)
+    x, y = torch.randn(16, 5, dtype=torch.float64), torch.randint(3, (16,))
+    task = lh.Task(
+        lambda: model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), lambda s: [(x, y)] * 4, lambda s: [(x, y)]
+    )
+    first, second = (
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=4, engine=engine).grad["lr"]
+        for engine in (lh.Adjoint(), lh.Forward())
+    )
+    assert torch.allclose(first, second)
+    for name, t in model.state_dict().items():
+        assert torch.equal(t, before.state_dict()[name]), name
+    assert not any("forward" in vars(part) for part in model.modules())
+    model.train()
+    F.cross_entropy(model(x), y).backward()
+    assert not model[1].running_mean.requires_grad
+    copy.deepcopy(model)

@@ -37,11 +37,11 @@ class Functional:
 
     def __init__(self, task: Task, module: nn.Module):
         check_module(module)
-        for part in module.modules():
-            if isinstance(part, _BatchNorm):
-                part.forward = partial(_batch_norm, part)  # type: ignore[method-assign]
-            elif type(part) is nn.Dropout:
-                part.forward = partial(_dropout, part)  # type: ignore[method-assign]
+        self._forwards = [
+            (part, partial(_batch_norm if isinstance(part, _BatchNorm) else _dropout, part))
+            for part in module.modules()
+            if isinstance(part, _BatchNorm) or type(part) is nn.Dropout
+        ]
         self.module = module
         self._task = task
         names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -80,12 +80,16 @@ class Functional:
 
     @contextmanager
     def _holding(self, tensors: dict[str, Tensor]) -> Iterator[None]:
-        """The module with these tensors in it; one that it replaces is replaced in the dictionary, too.
+        """The module with these tensors in it, and our BatchNorm; afterwards it is the user's again.
 
-        As torch's `functional_call`, which however leaves the tensors in a module that is used under two names.
+        A tensor that it replaces is replaced in the dictionary, too. As torch's `functional_call`, which however leaves
+        the tensors in a module that is used under two names.
         """
         own = [place[key] for place, key, _ in self._places]
+        ways = [(vars(part), vars(part).get("forward"), ours) for part, ours in self._forwards]
         try:
+            for attributes, _, ours in ways:
+                attributes["forward"] = ours
             for place, key, name in self._places:
                 place[key] = tensors.get(name, place[key])
             yield
@@ -94,6 +98,8 @@ class Functional:
                 if name in tensors:
                     tensors[name] = place[key]
                 place[key] = tensor
+            for attributes, before, _ in ways:
+                attributes.pop("forward") if before is None else attributes.update(forward=before)
 
     def measure(self, params: Params, buffers: Buffers, batch: Any) -> Mapping[str, Tensor]:
         """The task's metrics on a batch, in eval mode."""
