@@ -251,10 +251,16 @@ def test_a_loss_that_needs_its_whole_batch_gets_it():
         look(task_of(mlp, many, whole), "adjoint")
 
 
-def test_tune_looks_and_warns_once():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tune_looks_and_warns_once(frozen):
+    def model():
+        made = mlp()
+        next(made.parameters()).requires_grad_(not frozen)
+        return made
+
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        task = task_of(mlp, loss=focal, val_loss=classify)
+        task = task_of(model, loss=focal, val_loss=classify)
         lh.tune(task, lh.sgd(), LR, steps=4, outer_steps=3, seeds=2, engine=lh.Adjoint())
     assert [w.category for w in seen] == [lh.MissingDerivative]
 

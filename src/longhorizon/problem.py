@@ -220,6 +220,8 @@ def make_problem(
     params, _ = functional.initial()
     inner = Inner(functional, rule, make_groups(rule, hypers, params, task.has_learnt_loss))
     traces = Traces() if traces is None else traces
+    if not isinstance(traces, Traces):
+        raise TypeError(f"traces={traces!r}: expected a Traces, to be shared with other calls, or None.")
     inner = traces.shared(task, inner)
     batches = Batches(task.train, seed, steps)
     seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))

@@ -39,6 +39,7 @@ class Traces:
 
     def __init__(self) -> None:
         self._known: list[tuple[Task, Inner]] = []
+        self._probed: list[tuple[Task, set[bool]]] = []  # as `Inner.probed`, of models that are never shared
 
     def __len__(self) -> int:
         """How many steps have been traced."""
@@ -47,6 +48,11 @@ class Traces:
     def shared(self, task: Task, fresh: Inner) -> Inner:
         """The inner step of an earlier run that does the same, with the weights of the fresh one; or the fresh one."""
         if not all(p.requires_grad for p in fresh.functional.module.parameters()):
+            known = [probed for other, probed in self._probed if _same(task, other)]
+            if known:
+                fresh.probed = known[0]
+            else:
+                self._probed.append((task, fresh.probed))
             return fresh  # what is not trained is a constant of the trace
         for other, inner in self._known:
             if (

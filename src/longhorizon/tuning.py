@@ -102,8 +102,6 @@ class Tuning:
         self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
         self.gate = _checked_gate(gate, self.outer)
         check_engine(engine)
-        if traces is not None and not isinstance(traces, Traces):
-            raise TypeError(f"traces={traces!r}: expected a Traces, to be shared with other calls, or None.")
         self.engine, self.why, self.seed = engine, "", seeding.checked(seed)
         check_names(rule, hypers, task.has_learnt_loss)
         if saved is None:
