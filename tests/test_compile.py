@@ -1,7 +1,7 @@
 """Traced steps: the same numbers, fewer operations, and the plain step where tracing cannot be trusted."""
 
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -182,9 +182,8 @@ def test_a_trace_is_not_used_again_where_weights_are_baked_in():
     """Frozen parameters are constants of a trace; the next run's may be others."""
     task = problem("buffers").task
     shared = lh.Traces()
-    _, p = run(task, lh.Forward(compile=True), shared=shared)
-    _, q = run(task, lh.Forward(compile=True), shared=shared)
-    assert q.inner is not p.inner
+    made = [make_problem(task, RULE, {"lr": lh.Hyper(0.2)}, 8, seed, traces=shared).inner for seed in (0, 1)]
+    assert made[0] is not made[1]
 
 
 KINDS = [
@@ -589,3 +588,68 @@ def test_what_a_trace_depends_on():
     trees += [(x, y, True), (x, y, 1.0), (x, y, "1"), (x, y, None), (x, y.double()), (x, y, ()), (x, y, {}), (x, y, [])]
     assert len({compile.leaves_and_form(tree)[1] for tree in trees}) == len(trees)
     assert compile.leaves_and_form((x, y))[1] == compile.leaves_and_form((x + 1, y + 1))[1]
+
+
+class Content(float):
+    """A number with attributes: what it is made of is not all in `vars`."""
+
+
+class Drawn(nn.Module):
+    """Constants of one kind in a row, of which only the last differs from model to model."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, last = nn.Linear(5, 3).double(), float(torch.rand(()))
+        make = {"slots": Slotted, "lambda": lambda v: lambda: v, "float": Content}[kind]
+        self.a, self.b, self.c, self.d = make(2.5), make(2.5), make(2.5), make(last)
+        self.kind = kind
+
+    def forward(self, x):
+        scale = {"slots": lambda: self.d.scale, "lambda": lambda: self.d(), "float": lambda: float(self.d)}[self.kind]()
+        return self.layer(x) * scale
+
+
+@pytest.mark.parametrize("kind", ["slots", "lambda", "float"])
+def test_a_difference_is_found_behind_others_that_are_equal(kind):
+    task, shared = task_of(partial(Drawn, kind)), lh.Traces()
+    made = [make_problem(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, 4, seed, None, shared).inner for seed in (0, 1)]
+    assert made[0] is not made[1]
+
+
+class Recurrent(nn.Module):
+    """With references to its own weights, and things that say nothing when they are compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(5, 4, batch_first=True).double(), nn.Linear(4, 3).double()
+        self.recent, self.generator, self.nothing = deque([torch.ones(2)]), torch.Generator(), float("nan")
+
+    def forward(self, x):
+        return self.out(self.rnn(x[:, None])[0][:, -1])
+
+
+def test_recurrent_networks_share_a_trace():
+    task, shared = task_of(Recurrent), lh.Traces()
+    lh.tune(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=4, outer_steps=3, engine=lh.Adjoint(), traces=shared)
+    assert len(shared._known) == 1
+
+
+def test_frozen_weights_that_are_equal_share_a_trace():
+    def model():
+        made = mlp()
+        first = next(made.parameters())
+        first.data.fill_(0.1)
+        first.requires_grad_(False)
+        return made
+
+    shared = lh.Traces()
+    lh.tune(
+        task_of(model),
+        RULE,
+        {"lr": lh.Hyper(0.1)},
+        steps=8,
+        outer_steps=3,
+        engine=lh.Forward(compile=True),
+        traces=shared,
+    )
+    assert len(shared) == 1

@@ -350,3 +350,32 @@ def test_auto_goes_by_memory(monkeypatch):
     assert pick(10 * state).startswith("forward")
     with pytest.raises(ValueError, match=r"per_step=True needs the adjoint"):
         pick(10 * state, per_step=True)
+
+
+class Scaled(torch.nn.Module):
+    """A parameter without dimensions, and a buffer that is written with `alpha=`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(5, 3), torch.nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.layer(x - self.mean) * self.scale
+
+
+def test_a_parameter_without_dimensions_and_a_sum_with_alpha():
+    """In float32 torch makes float64 of the first's tangent; tracing a tangent of the second ends the process."""
+    x = torch.randn(30, 8, 5, generator=torch.Generator().manual_seed(0)).float()
+    task = lh.Task(
+        lambda: Scaled().float(), lambda m, b: (m(b) - 1).square().mean(), lambda s: list(x), lambda s: [x[0]]
+    )
+    found = [
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.05)}, steps=30, engine=engine).grad["lr"]
+        for engine in (lh.Forward(), lh.Forward(compile=False), lh.Adjoint())
+    ]
+    assert torch.allclose(found[0], found[2], rtol=1e-3)
+    assert torch.allclose(found[1], found[2], rtol=1e-3)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import longhorizon as lh
+from longhorizon.compile import TraceMismatch
 from longhorizon.problem import environment, make_problem
 from problems import classify, held_out, images, mlp, pairs, stream, task_of
 
@@ -269,3 +270,46 @@ def test_differences_need_no_look():
     task = lh.Task(mlp, focal, stream(pairs), held_out(pairs))
     for engine in (lh.FiniteDifference(), lh.Factorial()):
         assert lh.hypergradient(task, lh.sgd(), LR, steps=4, engine=engine).status.ok
+
+
+class Padded(nn.Module):
+    """A row of the embedding gets no gradient, so training never moves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.out = nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.out(self.rows(tokens).mean(1))
+
+
+class Fixed(nn.Module):
+    """A first layer that is only read from, as for linear probing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.first(x).tanh()
+        return self.out(x)
+
+
+@pytest.mark.parametrize("model", [Padded, Fixed])
+@pytest.mark.parametrize(
+    "engine", [lh.Forward(compile=True), lh.Adjoint(), lh.Adjoint(compile=True)], ids=["forward", "adjoint", "traced"]
+)
+def test_no_alarm_about_weights_that_training_never_moves(model, engine):
+    tokens, labels = torch.randint(5, (16, 6)), torch.randint(3, (16,))
+    batch = (tokens if model is Padded else tokens.float(), labels)
+    task = lh.Task(
+        lambda: model().float(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), lambda s: [batch] * 30, lambda s: [batch]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lh.MissingDerivative)
+        warnings.simplefilter("error", TraceMismatch)
+        lh.hypergradient(task, lh.sgd(), LR, steps=6, engine=engine)
+    if model is Fixed:  # weight decay does move them
+        with pytest.warns(lh.MissingDerivative):
+            lh.hypergradient(task, lh.sgd(), LR | {"weight_decay": lh.Hyper(0.0)}, steps=6, engine=lh.Adjoint())

@@ -40,7 +40,7 @@ class Functional:
         self._forwards = [
             (part, partial(_batch_norm if isinstance(part, _BatchNorm) else _dropout, part))
             for part in module.modules()
-            if isinstance(part, _BatchNorm) or type(part) is nn.Dropout
+            if isinstance(part, _BatchNorm) or (type(part) is nn.Dropout and "forward" not in vars(part))
         ]
         self.module = module
         self._task = task
@@ -148,7 +148,7 @@ def check_module(module: object) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise TypeError(f"module {name!r} is SyncBatchNorm, whose statistics cross processes: use BatchNorm here.")
-        if isinstance(part, _BatchNorm) and type(part).forward is not _BatchNorm.forward:
+        if isinstance(part, _BatchNorm) and (type(part).forward is not _BatchNorm.forward or "forward" in vars(part)):
             raise TypeError(
                 f"module {name!r} is {type(part).__name__}, a BatchNorm with a forward of its own, whose running "
                 "statistics torch updates outside autograd: derive it from nn.Module and write them out of place."
@@ -233,4 +233,17 @@ def _reduced(each: Tensor, reduction: str) -> Tensor:
     return each.mean() if reduction == "mean" else each.sum() if reduction == "sum" else each
 
 
+def _without_alpha(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`alpha=` ends the process when a tangent of it is traced."""
+
+    def call(*args: Any, alpha: Any = 1, **kwargs: Any) -> Tensor:
+        return (
+            func(*args, **kwargs) if isinstance(alpha, int) and alpha == 1 else func(args[0], alpha * args[1], **kwargs)
+        )
+
+    return call
+
+
+_SUMS = (torch.add, torch.sub, Tensor.add, Tensor.add_, Tensor.sub, Tensor.sub_)
 _PLAIN: dict[Any, Callable[..., Tensor]] = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss}
+_PLAIN |= {func: _without_alpha(func) for func in _SUMS}

@@ -5,6 +5,7 @@ augmentation and dropout therefore repeat exactly when the adjoint comes back to
 checkpoint, and no generator state has to be stored.
 """
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,16 @@ import numpy as np
 import torch
 
 _ALONE = threading.RLock()  # held by the thread whose run has the process's generators
+
+
+def _alone_again() -> None:
+    """A forked process has generators of its own, and none of the threads that might have held the lock."""
+    global _ALONE
+    _ALONE = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alone_again)
 
 INIT, FETCH, STEP, VALIDATE, PAIR = range(5)  # purposes
 

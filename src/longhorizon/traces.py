@@ -1,14 +1,18 @@
 """Traced and compiled steps that several runs share."""
 
+import random
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from longhorizon import tree
 from longhorizon.inner import Inner
 from longhorizon.task import Task
 
@@ -39,7 +43,6 @@ class Traces:
 
     def __init__(self) -> None:
         self._known: list[tuple[Task, Inner]] = []
-        self._probed: list[tuple[Task, set[bool]]] = []  # as `Inner.probed`, of models that are never shared
 
     def __len__(self) -> int:
         """How many steps have been traced."""
@@ -47,13 +50,6 @@ class Traces:
 
     def shared(self, task: Task, fresh: Inner) -> Inner:
         """The inner step of an earlier run that does the same, with the weights of the fresh one; or the fresh one."""
-        if not all(p.requires_grad for p in fresh.functional.module.parameters()):
-            known = [probed for other, probed in self._probed if _same(task, other)]
-            if known:
-                fresh.probed = known[0]
-            else:
-                self._probed.append((task, fresh.probed))
-            return fresh  # what is not trained is a constant of the trace
         for other, inner in self._known:
             if (
                 _same(task, other)
@@ -63,33 +59,44 @@ class Traces:
             ):
                 _take_over(inner.functional.module, fresh.functional.module)
                 return inner
+        alike = [inner for other, inner in self._known if _same(task, other)]
+        if alike:
+            fresh.probed = alike[0].probed  # other constants, the same code
         self._known.append((task, fresh))
         return fresh
 
 
 def _same_constants(one: nn.Module, other: nn.Module) -> bool:
-    """Whether all is equal that is neither parameter nor buffer: drawn anew, it is a constant of a trace."""
-    own = ("_parameters", "_buffers", "_modules", "training")  # these are taken over, or set for every use
-    pairs = zip(one.modules(), other.modules(), strict=True)
-    kept = [[{k: v for k, v in vars(m).items() if k not in own} for m in pair] for pair in pairs]
-    seen = {id(m) for m in one.modules()}  # each is compared once
-    return all(_equal(a, b, seen) for a, b in kept)
+    """Whether all is equal that is neither trained nor a buffer: drawn anew, it is a constant of a trace."""
+    own = {"_parameters", "_buffers", "_modules", "training"}  # these are taken over, or set for every use
+    try:
+        pairs = list(zip(one.modules(), other.modules(), strict=True))
+        seen: dict[tuple[int, int], Any] = {(id(a), id(b)): (a, b) for a, b in pairs}  # each is compared once
+        return all(_equal(_kept(a, own), _kept(b, own), seen) for a, b in pairs)
+    except Exception:  # whatever a user's objects do when they are compared: it costs another trace
+        return False
 
 
-def _equal(a: Any, b: Any, seen: set[int]) -> bool:
+def _kept(module: nn.Module, own: set[str]) -> dict[str, Any]:
+    frozen = {name: p for name, p in module._parameters.items() if p is not None and not p.requires_grad}
+    own = own | {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else own  # the weights again
+    return {"": frozen} | {name: x for name, x in vars(module).items() if name not in own}
+
+
+def _equal(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:
     """Whether two values are alike, down to the tensors, arrays and numbers in them."""
-    if a is b or id(a) in seen:  # what holds itself is compared where it was met first
+    if a is b or (id(a), id(b)) in seen:  # what holds itself is compared where it was met first
         return True
     if type(a) is not type(b):
         return False
-    seen.add(id(a))
+    seen[id(a), id(b)] = a, b  # held: the next object must not be found in the place of one that is gone
     if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+        return a.device == b.device and tree.equal(a, b)
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     if isinstance(a, Mapping):
         return list(a) == list(b) and all(_equal(v, b[k], seen) for k, v in a.items())
-    if isinstance(a, list | tuple):
+    if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(_equal(v, w, seen) for v, w in zip(a, b, strict=True))
     if isinstance(a, FunctionType):  # one that is made anew with every model
         return a.__code__ is b.__code__ and _equal(_bound(a), _bound(b), seen)
@@ -97,8 +104,19 @@ def _equal(a: Any, b: Any, seen: set[int]) -> bool:
         return a.__func__ is b.__func__ and _equal(a.__self__, b.__self__, seen)
     if isinstance(a, partial):
         return _equal([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], seen)
-    parts = _attributes(a)
-    return bool(a == b) if parts is None else _equal(parts, _attributes(b), seen)
+    if isinstance(a, torch.Generator):
+        return torch.equal(a.get_state(), b.get_state())
+    if isinstance(a, random.Random):
+        return bool(a.getstate() == b.getstate())
+    if isinstance(a, np.random.Generator):
+        return _equal(a.bit_generator.state, b.bit_generator.state, seen)
+    if isinstance(a, ref):
+        return _equal(a(), b(), seen)
+    parts, equal_by = _attributes(a), vars(object)["__eq__"]
+    if parts is None or type(a).__eq__ is not equal_by:  # also what is derived from a number or a word
+        same = bool(a == b) or bool(a != a and b != b)  # NaN is not itself
+        return same and (parts is None or _equal(parts, _attributes(b), seen))
+    return _equal(parts, _attributes(b), seen)
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:

@@ -225,7 +225,7 @@ class AdjointRun:
             lambda: problem.seed_step(step),
             lambda state, batch, hypers, learnt, cotangent: step_back(problem, state, step, cotangent, clip),
             problem.compared,
-            lambda *args: (busy(problem.start), *args[1:4], tree.random(problem.start)),  # where nothing has grown
+            lambda *args: (busy(problem.start), *args[1:4], _random_like(args[4])),  # where nothing has grown
         )
         before, grads, loss = fast(state, batch, hypers, {key: hypers[key] for key in problem.learnt}, cotangent)
         return before, grads, loss
@@ -321,6 +321,21 @@ def deterministic(problem: Problem, replays: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark
+
+
+def _random_like(cotangent: State) -> State:
+    """Random numbers, but zeros for parameters that have none: some rows of an embedding get no gradient."""
+    random, idle = tree.random(cotangent), {name: x == 0 for name, x in cotangent.params.items()}
+
+    def hidden(part: Any) -> Any:  # also in what the rule remembers of them
+        if isinstance(part, dict):
+            return {name: torch.where(idle[name], 0.0, x) if name in idle else x for name, x in part.items()}
+        if not isinstance(part, tuple):
+            return part
+        return type(part)(*map(hidden, part)) if hasattr(part, "_fields") else tuple(map(hidden, part))
+
+    found: State = hidden(random)
+    return found
 
 
 def _probe(problem: Problem, state: State, step: int) -> None:

@@ -294,7 +294,9 @@ def _one_column(
     _, (dparams_list, dmemory), (new_params, new_memory) = _jvp(
         update, (params, grads, memory, learnt), (dparams, dgrads, dmemory, dlearnt)
     )
-    return State(new_params, new_buffers, new_memory), loss, [*dparams_list, *dbuffers, *dmemory], cut
+    after = [*dparams_list, *dbuffers, *dmemory]
+    after = [d.to(z.dtype) for d, z in zip(after, dstate, strict=True)]  # torch makes float64 of 0-dim ones in float32
+    return State(new_params, new_buffers, new_memory), loss, after, cut
 
 
 def _with_random_tangents(

@@ -90,9 +90,19 @@ class _Probe:
         def random(x: Tensor) -> Tensor:
             return self.size * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
 
-        self.params = {name: p + 0.01 * random(p) for name, p in self.params.items()}  # not where a bias is exactly 0
-        self.direction = {name: random(p) for name, p in self.params.items()}
+        moves = self._moves()
+        self.params = {name: p + 0.01 * moves[name] * random(p) for name, p in self.params.items()}  # no bias is 0 then
+        self.direction = {name: moves[name] * random(p) for name, p in self.params.items()}
         self.direction |= {name: random(self.buffers[name]) for name in self._carriers()}
+
+    def _moves(self) -> Params:
+        """1 for every parameter that training moves, by its gradient or a learnt value; nothing goes along others."""
+        self.problem.seed_step(0)
+        params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
+        grads, _, _ = self.inner.gradient(params, self.buffers, self.batch, self.hypers)
+        hypers = self.hypers | {key: self.hypers[key] + 0.01 for key in self.problem.learnt}
+        moved, _ = self.inner.update(self.params, grads, tree.doubled(self.problem.start.memory), hypers)
+        return {name: (moved[name] != p).double() for name, p in self.params.items()}
 
     def off(self) -> dict[str, float]:
         """The parts whose derivative is not that of central differences, by how much of it."""
