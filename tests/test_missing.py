@@ -237,7 +237,10 @@ WHOLE = {
 @EVERY_ENGINE
 @pytest.mark.parametrize("name", WHOLE)
 def test_no_false_alarm(name, engine):
-    look(WHOLE[name](), engine)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        look(WHOLE[name](), engine)
+    assert not [w for w in seen if issubclass(w.category, lh.MissingDerivative)]
 
 
 def test_a_loss_that_needs_its_whole_batch_gets_it():

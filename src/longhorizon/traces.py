@@ -16,6 +16,8 @@ from longhorizon import tree
 from longhorizon.inner import Inner
 from longhorizon.task import Task
 
+KEPT = 8  # models of one task that differ in their constants: more would fill a GPU with steps nobody takes again
+
 
 class Traces:
     """What to hand to several calls that train one model by one rule, so that its step is compiled for the first only.
@@ -59,9 +61,11 @@ class Traces:
             ):
                 _take_over(inner.functional.module, fresh.functional.module)
                 return inner
-        alike = [inner for other, inner in self._known if _same(task, other)]
+        alike = [known for known in self._known if _same(task, known[0])]  # other constants, the same code
         if alike:
-            fresh.probed = alike[0].probed  # other constants, the same code
+            fresh.probed = alike[0][1].probed
+        if len(alike) == KEPT:
+            self._known.remove(alike[0])
         self._known.append((task, fresh))
         return fresh
 
