@@ -10,6 +10,7 @@ import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon import recipe_text, report
 from longhorizon.console import one_line
+from longhorizon.engines import hybrid
 from longhorizon.problem import environment, make_problem
 from longhorizon.trust import among_seeds, sureness
 from problems import assert_identical, problem, through_a_file
@@ -30,27 +31,27 @@ def saddle(b, seed_matters=False):
 
 
 def test_a_calm_run_stays_exact():
-    exact, hybrid = (
+    exact, found = (
         lh.hypergradient(saddle(0.5), lh.sgd(), HYPERS, steps=40, engine=e) for e in (lh.Adjoint(), lh.Hybrid())
     )
-    assert_identical(exact, hybrid)
-    assert hybrid.error is None
+    assert_identical(exact, found)
+    assert found.error is None
 
 
 def test_doubted_values_are_smoothed_and_the_others_stay_exact():
     # 1.1^40 = 45 for the first window, 1.1^20 = 6.7 for the second
-    exact, hybrid = (
+    exact, found = (
         lh.hypergradient(saddle(1.0), lh.sgd(), HYPERS, steps=40, engine=e)
         for e in (lh.Adjoint(), lh.Hybrid(distance=1e-3))
     )
-    assert hybrid.engine == "adjoint, smoothed for 2 of 3 values"
-    assert hybrid.error["lr"].isfinite().tolist() == [True, False]
-    assert hybrid.error["momentum"].isfinite().tolist() == [True]
-    assert hybrid.grad["lr"][1] == exact.grad["lr"][1]
-    assert hybrid.grad["lr"][0] != exact.grad["lr"][0]
+    assert found.engine == "adjoint, smoothed for 2 of 3 values"
+    assert found.error["lr"].isfinite().tolist() == [True, False]
+    assert found.error["momentum"].isfinite().tolist() == [True]
+    assert found.grad["lr"][1] == exact.grad["lr"][1]
+    assert found.grad["lr"][0] != exact.grad["lr"][0]
     for key in HYPERS:  # the saddle is smooth: both are right
-        torch.testing.assert_close(hybrid.grad[key], exact.grad[key], rtol=1e-4, atol=0)
-    assert hybrid.val_loss == exact.val_loss
+        torch.testing.assert_close(found.grad[key], exact.grad[key], rtol=1e-4, atol=0)
+    assert found.val_loss == exact.val_loss
 
 
 @pytest.mark.parametrize("exact", ["adjoint", "forward"])
@@ -70,6 +71,13 @@ def test_a_hybrid_saved_at_any_step_ends_the_same(exact):
                 run.advance()
             assert_identical(run.result(), whole.result())
             assert run.result().error["lr"].tolist() == whole.result().error["lr"].tolist()
+
+
+def test_a_saved_exact_part_goes_back_to_its_device():
+    found = lh.hypergradient(saddle(0.5), lh.sgd(), HYPERS, steps=5)  # files are read to the CPU
+    loaded = hybrid._loaded(through_a_file(hybrid._kept(found)), torch.device("meta"))
+    assert {x.device.type for x in (*loaded.params.values(), *loaded.buffers.values())} == {"meta"}
+    assert loaded.grad["lr"].tolist() == found.grad["lr"].tolist()
 
 
 def test_training_that_fails_is_not_tried_again():

@@ -95,7 +95,7 @@ class DifferenceRun:
         self.runs = engine.runs(problem)
         self.total = len(self.runs) + 1
         self.watch = Watch(problem, saved and saved["watch"])
-        self.losses: list[Tensor] = list(saved["losses"]) if saved else []
+        self.losses: list[Tensor] = [loss.to(problem.device) for loss in saved["losses"]] if saved else []
         self.t = saved["t"] if saved else 0
         self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self._shifted = self._problem()

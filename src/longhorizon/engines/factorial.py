@@ -148,7 +148,7 @@ class FactorialRun:
         self.signs = folded(len(self.columns), engine.at_least(len(self.columns)), problem.seed)
         self.total = 1 + 2 * len(self.signs)
         self.watch = Watch(problem, saved and saved["watch"])
-        self.losses: list[Tensor] = list(saved["losses"]) if saved else []
+        self.losses: list[Tensor] = [loss.to(problem.device) for loss in saved["losses"]] if saved else []
         if saved is None and middle is not None:
             self.losses.append(torch.tensor(middle.val_loss, dtype=torch.float64, device=problem.device))
         self.at_once = saved["at_once"] if saved else at_once(problem, self.total - 1)

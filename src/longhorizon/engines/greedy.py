@@ -68,7 +68,7 @@ class GreedyRun:
             self.t = 0
             self.sweep = self._sweep(problem.start)
         else:
-            self.per_step = {key: g.clone() for key, g in saved["per_step"].items()}
+            self.per_step = {key: g.to(problem.device, copy=True) for key, g in saved["per_step"].items()}
             self.t = saved["t"]
             self.sweep = self._sweep(None, saved["sweep"])
             self.status = Status(*saved["status"]) if "status" in saved else self.sweep.status

@@ -66,7 +66,7 @@ class HybridRun:
         self.exact: Hypergradient | None = None  # once it is there
         self.doubted: dict[str, list[int]] = {}
         if saved is not None and saved["exact"] is not None:
-            self.exact = _loaded(saved["exact"])
+            self.exact = _loaded(saved["exact"], problem.device)
             self._look()
             self.run: Run = self._smooth(saved["run"])
         else:
@@ -146,6 +146,8 @@ def _kept(found: Hypergradient) -> dict[str, Any]:
     }
 
 
-def _loaded(kept: dict[str, Any]) -> Hypergradient:
+def _loaded(kept: dict[str, Any], device: torch.device) -> Hypergradient:
+    """From a file, where everything is on the CPU: the trained model goes back to where it was trained."""
     meter = None if kept["meter"] is None else Meter(*kept["meter"])
-    return Hypergradient(**(kept | {"status": Status(*kept["status"]), "meter": meter}))
+    model = {part: {key: x.to(device) for key, x in kept[part].items()} for part in ("params", "buffers")}
+    return Hypergradient(**(kept | model | {"status": Status(*kept["status"]), "meter": meter}))
