@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import threading
 import time
 from itertools import pairwise
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import longhorizon as lh
+from longhorizon.figures import diverged
 from longhorizon.problem import environment
 
 HYPERS = {
@@ -20,6 +22,7 @@ HYPERS = {
     "momentum": lh.Hyper(0.0),
     "weight_decay": lh.Hyper(0.0, low=-1e-3, high=1e-3),
 }
+FOREVER = lh.SignDescent(tolerance=0.0)  # does not converge
 
 
 def make_model():
@@ -43,7 +46,8 @@ def accuracy(model, batch):
 def make_task(**settings):
     given = {"train": batches, "val": lambda seed: batches(seed + 10**6, 4), "metrics": accuracy}
     given |= {"full": batches, "test": lambda: batches(7, 20)}
-    return lh.Task(make_model, loss, **given | settings)
+    given |= {"model": make_model, "loss": loss}
+    return lh.Task(**given | settings)
 
 
 def tune(**settings):
@@ -121,16 +125,54 @@ def exploding(model, batch):
 def test_a_diverged_outer_step_is_survived():
     task = make_task()
     task = lh.Task(make_model, exploding, task.train, task.val)
-    run = tune(task=task, hypers={"lr": lh.Hyper(0.0, step=3.0)}, outer_steps=8)
+    run = tune(task=task, hypers={"lr": lh.Hyper(0.0, step=3.0)}, outer_steps=8, outer=FOREVER)
     bad = [record for record in run.history if record.status != "ok"]
     assert bad
     first = bad[0]
     assert "non-finite loss at step" in first.status
     good = run.history[first.index - 1]
-    assert first.next["lr"].tolist() == good.values["lr"].tolist()  # back to where it last went well
+    middle = (good.values["lr"] + first.values["lr"]) / 2
+    assert first.next["lr"].tolist() == middle.tolist()  # half a step back to where it last went well
     assert first.outer["gamma"]["lr"].item() < good.outer["gamma"]["lr"].item()
     assert run.history[-1].index == 7
     assert all(math.isfinite(v) for v in run.schedule["lr"].tolist())
+
+
+def huge(model, batch):
+    """A loss that is finite, and beyond all bounds once the weights have moved far."""
+    size = sum(p.abs().sum() for p in model.parameters())
+    return loss(model, batch) * torch.where(size > 40, 1e6, 1.0)
+
+
+def test_a_run_that_ends_far_worse_than_it_began_is_gone_back_from():
+    run = tune(task=make_task(loss=huge), hypers={"lr": lh.Hyper(0.0, step=3.0)}, outer_steps=8, outer=FOREVER)
+    first = next(record for record in run.history if record.status != "ok")
+    assert first.val_loss > 1e4
+    assert re.match(r"exploded: validation loss .*, and training began with .*; half a step back", first.status)
+    good = run.history[first.index - 1]
+    assert first.next["lr"].tolist() == ((good.values["lr"] + first.values["lr"]) / 2).tolist()
+    assert first.outer["gamma"]["lr"].item() == good.outer["gamma"]["lr"].item() / 2
+    assert diverged(first)
+    assert not diverged(good)
+    assert run.history[-1].index == 7
+
+
+def test_a_validation_loss_in_other_units_is_no_explosion():
+    task = make_task(val_loss=lambda model, batch: 1e6 * loss(model, batch))
+    assert all(record.status == "ok" for record in tune(task=task).history)
+
+
+def test_a_checkpoint_without_the_loss_of_the_last_good_run_is_read(tmp_path):
+    given = {"task": make_task(), "rule": lh.sgd(), "hypers": HYPERS, "steps": 20, "engine": lh.Adjoint()}
+    first = lh.Tuning(**given)
+    with environment():
+        while first.advance() is None:
+            pass
+        again = lh.Tuning(**given, saved=first.save() | {"good": first.good[1]})
+        assert again.good == (math.inf, first.good[1])
+        while (record := again.advance()) is None:
+            pass
+    assert record.status == "ok"
 
 
 def test_a_start_that_always_diverges_is_an_error():

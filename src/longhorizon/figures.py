@@ -151,7 +151,9 @@ def validation(records: Sequence[OuterStep]) -> Figure:
     best = best_of(records)
     bad = [r for r in records if diverged(r)]
     ends, unit = in_unit(list(accumulate(r.seconds for r in records)))
-    quantities: list[tuple[str, list[float | None]]] = [("loss", [number(r.val_loss) for r in records])]
+    quantities: list[tuple[str, list[float | None]]] = [
+        ("loss", [None if diverged(r) else number(r.val_loss) for r in records])
+    ]
     for name in dict.fromkeys(name for r in records for name in r.metrics):
         quantities.append((name, [number(r.metrics.get(name)) for r in records]))
     panels = []
@@ -186,7 +188,7 @@ def validation(records: Sequence[OuterStep]) -> Figure:
 
 def hypergradients(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> Figure:
     """The paper's Appendix E: raw hypergradients, per inner step."""
-    panels, ramped = _per_value(settings, records, lambda r: r.mean, "dL / d value", "symlog")
+    panels, ramped = _per_value(settings, records, _shown, "dL / d value", "symlog")
     text = (
         "How the final validation loss changes with each value: its hypergradient, averaged over the inner steps of "
         "its window. Below zero, raising the value lowers the loss."
@@ -196,6 +198,11 @@ def hypergradients(settings: Mapping[str, Any], records: Sequence[OuterStep]) ->
     bad = [r for r in records if diverged(r)]
     text += _marked(bad) if any(panel.marks for panel in panels) else ""
     return Figure("hypergradients", "Hypergradients", text, panels, ramp=(1, len(records)) if ramped else None)
+
+
+def _shown(record: OuterStep) -> Mapping[str, Any]:
+    """Hypergradients, but of a run that diverged: they would leave no room for the others."""
+    return {key: m * math.nan for key, m in record.mean.items()} if diverged(record) else record.mean
 
 
 def gammas(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> Figure:
@@ -281,7 +288,7 @@ def best_of(records: Sequence[OuterStep]) -> OuterStep | None:
 
 def diverged(record: OuterStep) -> bool:
     """Whether training itself failed; a hypergradient alone may fail too, which `status` tells."""
-    return not math.isfinite(record.val_loss)
+    return not math.isfinite(record.val_loss) or record.exploded
 
 
 def finite(values: Any) -> Numbers:

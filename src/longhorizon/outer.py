@@ -206,6 +206,17 @@ def move(values: Tensor, by: Tensor, hyper: Hyper) -> Tensor:
     return moved.clamp(-math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high)
 
 
+def halfway(good: Values, bad: Values, hypers: Mapping[str, Hyper]) -> Values:
+    """Between values whose run went well and those of one that did not, in each one's own scale.
+
+    >>> halfway({"lr": torch.tensor([0.1])}, {"lr": torch.tensor([0.4])}, {"lr": Hyper(0.1, scale="log")})
+    {'lr': tensor([0.2000])}
+    """
+    return {
+        key: (good[key] * at).sqrt() if hypers[key].scale == "log" else (good[key] + at) / 2 for key, at in bad.items()
+    }
+
+
 def search_range(hypers: Mapping[str, Hyper], outer_steps: int) -> dict[str, tuple[float, float]]:
     """How far `SignDescent` can get from the starts in a number of outer steps.
 

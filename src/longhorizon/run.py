@@ -252,6 +252,7 @@ def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> 
             "start again in another directory."
         )
     good = [r for r in history if isfinite(r.val_loss) and any(m.isfinite().any() for m in r.mean.values())]
+    good = [r for r in good if not r.exploded]
     good = [r for r in good if r.status == "ok" or len(r.seeds) == 1]  # with several, some may not have survived
     longest = max((record.steps for record in good), default=0)
     best = min((r for r in good if r.steps == longest), key=lambda r: r.val_loss, default=None)
@@ -260,7 +261,7 @@ def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> 
         "index": last.index + 1,
         "values": {**first.values, **last.next},
         "outer": last.outer,
-        "good": good[-1].values if good else None,
+        "good": (good[-1].val_loss, good[-1].values) if good else None,
         "best": None if best is None else (best.val_loss, best.steps, best.values),
     }
 

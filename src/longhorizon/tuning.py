@@ -20,7 +20,7 @@ from longhorizon.engines.choose import trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
-from longhorizon.outer import Outer, SignDescent, Values, as_outer, search_range
+from longhorizon.outer import Outer, SignDescent, Values, as_outer, halfway, search_range
 from longhorizon.problem import Problem, check_parts, environment, make_problem
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
@@ -29,6 +29,7 @@ from longhorizon.traces import Traces
 from longhorizon.trust import Doubts, among_seeds, doubts
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
+EXPLODED = 10.0  # times the loss that training began with, and that of the last good run
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
 Gates = Literal["off", "wait", "shrink"]
 
@@ -53,6 +54,11 @@ class OuterStep:
     doubts: Doubts = field(default_factory=dict)  # per key and window, what speaks against its hypergradient, or ""
     error: Values = field(default_factory=dict)  # of grad, a standard error; NaN or missing where it is not known
     held: dict[str, list[int]] = field(default_factory=dict)  # per key, the windows that the gate kept from moving
+
+    @property
+    def exploded(self) -> bool:
+        """Whether training ended finite, but far worse than it began."""
+        return "exploded: " in self.status
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; floats keep all their digits."""
@@ -107,13 +113,13 @@ class Tuning:
         if saved is None:
             self.index, self.values = 0, {key: hyper.values() for key, hyper in hypers.items()}
             self.outer_state = self.outer.init(self.hypers)
-            self.good: Values | None = None  # where the last run that went well was
+            self.good: tuple[float, Values] | None = None  # validation loss and values of the last run that went well
             self.best: tuple[float, int, Values] | None = None  # validation loss, horizon, values
             self.finished: list[dict[str, Any]] = []  # results of this outer step's seeds so far
             self.seconds = 0.0
         else:
             self.index, self.values = saved["index"], saved["values"]
-            self.outer_state, self.good, self.best = saved["outer"], saved["good"], saved["best"]
+            self.outer_state, self.good, self.best = saved["outer"], _good(saved["good"]), saved["best"]
             self.finished, self.seconds = saved["finished"], saved["seconds"]
             if saved["engine"] is not None:
                 self.engine, self.why = ENGINES[saved["engine"]["kind"]](**saved["engine"]["with"]), saved["why"]
@@ -207,13 +213,16 @@ class Tuning:
         grad, mean = _average([f["grad"] for f in finished]), _average([f["mean"] for f in finished])
         losses = torch.tensor([f["val_loss"] for f in finished], dtype=torch.float64)
         val_loss = float(losses[losses.isfinite()].mean())
+        bad = [f["status"] for f in finished if f["status"] != "ok"]
         fine = any(bool(m.isfinite().any()) for m in mean.values()) and bool(losses.isfinite().any())
+        if fine and (said := self._exploded(val_loss)):
+            fine, bad = False, [said] * len(finished)
         error = _combined([f.get("error") for f in finished])
         doubted = among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished], error)
         held: dict[str, list[int]] = {}
         at = self.values
         if fine:
-            self.good = at
+            self.good = val_loss, at
             whole = bool(losses.isfinite().all())  # the mean of those that survived says nothing about the others
             if whole and (self.best is None or (steps, -val_loss) > (self.best[1], -self.best[0])):
                 self.best = (val_loss, steps, at)
@@ -225,8 +234,7 @@ class Tuning:
                 self.outer_state = _shrunk(self.outer_state, held, self.outer)
         else:
             self.outer_state = self.outer.shrink(self.outer_state)
-            self.values = self.good if self.good is not None else at
-        bad = [f["status"] for f in finished if f["status"] != "ok"]
+            self.values = at if self.good is None else halfway(self.good[1], at, self.hypers)
         record = OuterStep(
             index=self.index,
             seeds=[run_seed(self.seed, self.index, i) for i in range(self.seeds)],
@@ -257,6 +265,16 @@ class Tuning:
                 f"{PATIENCE} training runs in a row diverged at the starting values ({why}). Start lower."
             )
         return record
+
+    def _exploded(self, val_loss: float) -> str:
+        """What is wrong with a run that ends far worse than it began: its hypergradient says nothing; "" if it is fine.
+
+        Far worse than the last good run too, because the validation loss may have other units than the training loss.
+        """
+        began = [abs(f.get("began", math.inf)) for f in self.finished]
+        if self.good is None or not val_loss > EXPLODED * max(abs(self.good[0]), *began):
+            return ""
+        return f"exploded: validation loss {val_loss:.3g}, and training began with {max(began):.3g}; half a step back"
 
 
 def steps(
@@ -314,12 +332,18 @@ def _summary(result: Hypergradient, metrics: dict[str, float], doubted: Doubts) 
         "grad": result.grad,
         "mean": result.mean,
         "val_loss": result.val_loss,
+        "began": float(result.train_loss[0]),
         "status": str(result.status),
         "engine": result.engine,
         "metrics": metrics,
         "doubts": doubted,
         "error": result.error,
     }
+
+
+def _good(saved: Any) -> tuple[float, Values] | None:
+    """From a checkpoint; older ones have no loss with the values."""
+    return (math.inf, saved) if isinstance(saved, dict) else saved
 
 
 def _average(found: list[Values]) -> Values:
