@@ -146,10 +146,29 @@ def _figure1(found: dict[str, Any] | None, start: str, name: str, paper: str) ->
                 zero = row["seconds_to_zero"]
                 ours += f", zero after {_duration(zero)}" if zero is not None else f", zero in {row['zero']} of {seeds}"
         where, shared = _device(cards)
+        ours += _unfinished(found, cards)
+        alone = [card["seed"] for card in cards if not any(s.get("shared") for s in card["sittings"])]
+        own_seconds = [
+            c["total_seconds"] for c in found["choices"] if c["method"] == row["method"] and c["seed"] in alone
+        ]
+        took = f"{_duration(row['seconds'])} a seed{shared}"
+        if shared and own_seconds:
+            which = ", ".join(map(str, alone))
+            took = f"{_duration(mean(own_seconds))} (seed {which}; the others on a shared device)"
         command = usual + _options(cards[-1]) + _seeds(cards)
         what = name if row["method"] == start else f"{name}{_beyond(cards[-1])} (`{row['method']}`)"
-        rows.append([what, paper, ours, f"`{command}`", f"{_duration(row['seconds'])} a seed{shared}", where])
+        rows.append([what, paper, ours, f"`{command}`", took, where])
     return rows
+
+
+def _unfinished(found: dict[str, Any], cards: list[dict[str, Any]]) -> str:
+    """Which seeds of FDS have outer steps, or the training with what came of them, still before them."""
+    said, all_steps = [], found["settings"]["outer_steps"]
+    for card in cards if cards[0]["method"] == "fds" else []:
+        taken = [s for s in found["outer_steps"] if (s["method"], s["seed"]) == (card["label"], card["seed"])]
+        if len(taken) <= all_steps:  # the last one is the training
+            said.append(f"; seed {card['seed']} is at {len(taken)} of {all_steps} outer steps so far")
+    return "".join(said)
 
 
 def _device(cards: list[dict[str, Any]]) -> tuple[str, str]:
