@@ -242,6 +242,20 @@ def test_a_product_that_overflows_at_the_end():
         assert h.grad["h"].isnan().all()
 
 
+def test_a_difference_of_an_infinite_loss_is_not_known():
+    task = lh.Task(
+        One,
+        lambda model, batch: -model.w.sum(),
+        lambda seed: [0],
+        lambda seed: [0],
+        val_loss=lambda model, batch: torch.where(model.w > 1, torch.inf, model.w).sum(),
+    )
+    h = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(1.0)}, steps=1, engine=lh.FiniteDifference())
+    assert h.status.what == "difference"
+    assert h.grad["lr"].isnan().all()
+    assert h.mean["lr"].isnan().all()
+
+
 # --- streams and models that do not repeat ---
 
 
