@@ -69,7 +69,7 @@ class Arena:
     """One method with one seed: its purse, its place on disk, its line to the journal.
 
     Args:
-        pulse: called after every training step with a short word on where the method is; raises Stop to end it.
+        pulse: called after every training step with the arena and the steps done; raises Stop to end it.
     """
 
     def __init__(
