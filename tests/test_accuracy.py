@@ -55,7 +55,13 @@ def test_a_model_that_insists_on_float32_has_no_measured_error():
         def forward(self, x):
             return torch.mm(x, torch.eye(4)) @ self.weight.T
 
+    class Asserting(Rough):
+        def forward(self, x):
+            assert x.dtype == torch.float32
+            return super().forward(x)
+
     assert error(make_task(model=lambda: Stubborn(0))) is None
+    assert error(make_task(model=lambda: Asserting(0))) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

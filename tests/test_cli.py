@@ -246,6 +246,22 @@ def test_an_own_task_is_tuned_with_steps_and_refuses_epochs(tmp_path):
     assert (tmp_path / "runs/mine-001/journal.jsonl").exists()
 
 
+def test_a_run_is_tested_in_its_own_precision(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch, longhorizon as lh\n"
+        "from longhorizon import cuda\n"
+        "x = torch.ones(4, 3)\n"
+        "def test():\n"
+        "    open('asked', 'a').write(f'{cuda._asked} ')\n"
+        "    return [x]\n"
+        "def make():\n"
+        "    return lh.Task(lambda: torch.nn.Linear(3, 1), lambda m, b: (m(b) - 1).square().mean(),\n"
+        "                   lambda seed: [x] * 50, lambda seed: [x], test=test)\n"
+    )
+    call("tune", "--task", "mine:make", "--precision", "tf32", *SMALL, "--test-seeds", "1", cwd=tmp_path)
+    assert set((tmp_path / "asked").read_text().split()) == {"tf32"}
+
+
 def test_a_run_in_float64_says_so_and_goes_on(tmp_path):
     call("init", "r.toml", cwd=tmp_path)  # writes float32 out
     call("tune", "r.toml", "--precision", "float64", "--dir", "run", *SMALL, cwd=tmp_path)

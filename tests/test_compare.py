@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon import compile, offtheshelf, recipe_text, retraining, rundir
+from longhorizon import compile, cuda, offtheshelf, recipe_text, retraining, rundir
 from longhorizon import recipe as recipes
 from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rivals import hyperband, methods, registry, regret, space, testing, workers
@@ -583,6 +583,45 @@ def test_a_crashed_trial_is_recorded_and_does_not_end_the_comparison():
     assert bad[0].val_loss == math.inf
     assert len(found.evaluations) == 6  # a crash costs no steps, so random search has one trial more
     assert {row.method: row.failed for row in found.table()} == {"random": 1, "cosine": 0}
+
+
+def test_a_trial_that_cannot_go_on_from_its_rung_costs_nothing_more(tmp_path):
+    settings = {"methods": ["hyperband"], "test": "none"}
+    compare(tmp_path / "r", budget="7 steps", **settings)
+    made = 0
+
+    def model():
+        nonlocal made
+        made += 1
+        if made == 2:  # the first is that of the trial
+            raise OSError("the disk went away")
+        return make_task().model()
+
+    found = compare(tmp_path / "r", make_task(model=model), budget="20 steps", **settings).evaluations
+    crashed = next(e for e in found if e.status.startswith("crashed"))
+    assert (crashed.trial, crashed.steps, crashed.cost, crashed.counted) == (0, 18, 0, 0)
+
+
+@pytest.mark.parametrize("method", ["cosine", "schedulefree"])
+@pytest.mark.parametrize("kind", [KeyError, OSError, AssertionError])
+def test_a_test_that_fails_in_any_way_does_not_end_the_comparison(method, kind):
+    def test():
+        raise kind("no test data here")
+
+    found = compare(task=make_task(test=test), methods=[method])
+    assert [t.status[: len(kind.__name__) + 9] for t in found.tests] == [f"crashed: {kind.__name__}"]
+
+
+@pytest.mark.parametrize("method", ["cosine", "schedulefree"])
+def test_tests_are_trained_in_the_precision_of_the_comparison(method):
+    asked = set()
+
+    def test():
+        asked.add(cuda._asked)
+        return make_task().test()
+
+    compare(task=make_task(test=test), methods=[method], precision="tf32")
+    assert asked == {"tf32"}
 
 
 def test_a_method_whose_first_trials_all_crash_gives_up_and_the_next_has_its_turn():

@@ -216,3 +216,13 @@ def test_bad_input_is_refused(name):
     make, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_every_pair_expects_as_many_runs_as_the_middle_one():
+    """By it a GPU decides whether compiling pays: for all runs of a design alike."""
+    case = problem("mlp")
+    with environment():
+        made = make_problem(case.task, lh.sgd(), {"lr": lh.Hyper(0.1, step=0.05)}, case.steps, 0)
+        made.runs = 12
+        run = lh.Factorial().begin(made)
+        assert {run._problem(i).runs for i in range(-1, run.total - 1)} == {12}

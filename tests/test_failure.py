@@ -3,6 +3,7 @@
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -241,6 +242,20 @@ def test_a_product_that_overflows_at_the_end():
         assert h.grad["h"].isnan().all()
 
 
+def test_a_difference_of_an_infinite_loss_is_not_known():
+    task = lh.Task(
+        One,
+        lambda model, batch: -model.w.sum(),
+        lambda seed: [0],
+        lambda seed: [0],
+        val_loss=lambda model, batch: torch.where(model.w > 1, torch.inf, model.w).sum(),
+    )
+    h = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(1.0)}, steps=1, engine=lh.FiniteDifference())
+    assert h.status.what == "difference"
+    assert h.grad["lr"].isnan().all()
+    assert h.mean["lr"].isnan().all()
+
+
 # --- streams and models that do not repeat ---
 
 
@@ -317,6 +332,42 @@ def test_an_unrepeatable_stream_is_kept_where_it_is_read_once():
     """The adjoint keeps a generator's batches, so even noise has an exact hypergradient: that of the run it gave."""
     task = lh.Task(mlp, classify, noise, held_out(pairs))
     assert lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=9, engine=lh.Adjoint("sqrt")).status.ok
+
+
+def test_batches_are_compared_whatever_they_hold():
+    """NaN in an array or as a number is no difference; another number of parts is one, and no error of ours."""
+
+    class Stream:
+        def __init__(self, more):
+            self.more = more
+
+        def __getitem__(self, t):
+            return (*pairs(t), self.more())
+
+    def judge(model, batch):
+        return classify(model, batch[:2])
+
+    def run(more):
+        task = lh.Task(mlp, judge, lambda seed: Stream(more), held_out(pairs))
+        return lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=3, engine=lh.Forward(compile=False))
+
+    assert run(lambda: np.array([1.0, np.nan])).status.ok
+    assert run(lambda: float("nan")).status.ok
+    assert run(lambda: np.array(["a", "b"])).status.ok
+    lengths = iter(range(1, 99))
+    for more in (lambda: [0.0] * next(lengths), lambda: np.zeros(next(lengths)), lambda: np.full(2, next(lengths))):
+        with pytest.raises(ValueError, match="gave two different batches"):
+            run(more)
+
+
+def test_an_index_error_of_the_user_s_own_is_not_the_end_of_the_stream():
+    class Stream(list):
+        def __getitem__(self, t):
+            return [][t] if t == 2 else pairs(t)
+
+    task = lh.Task(mlp, classify, lambda seed: Stream(range(5)), held_out(pairs))
+    with pytest.raises(IndexError, match="list index out of range"):
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=5, engine=lh.Forward())
 
 
 # --- models that cannot be differentiated twice, or only in part ---

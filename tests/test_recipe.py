@@ -55,3 +55,19 @@ def test_float64_is_a_precision():
     assert recipes.make_recipe({"precision": "float64"}).dtype == "float64"
     assert recipes.make_recipe({"precision": "float64", "dtype": "float32"}).dtype == "float64"
     assert recipes.make_recipe({"dtype": "float64"}).precision == "float32"  # as older runs have it
+
+
+def test_a_recorded_recipe_is_read_again_whatever_its_names_are():
+    hypers = {name: {"start": 0.1, "step": 0.1} for name in ("lr", "λ", "lr/fc-1", 'a "b"\n')}
+    made = recipes.make_recipe({"hypers": hypers, "data_root": "C:\\data\n\t"})
+    assert recipes.make_recipe(tomllib.loads(recipe_text.to_toml(made))) == made
+
+
+def test_an_overridden_name_keeps_its_dash(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('[hypers."lr/fc-1"]\nstart = 0.1\n[hypers.weight_decay]\nstart = 0.1\n')
+    made = recipes.load_recipe(path, {"hypers.lr/fc-1.start": 0.2, "hypers.weight-decay.start": 0.3, "outer-steps": 4})
+    assert {key: entry["start"] for key, entry in made.hypers.items()} == {"lr/fc-1": 0.2, "weight_decay": 0.3}
+    assert made.outer_steps == 4
+    made = recipes.load_recipe(None, {"hypers.weight-decay/fc-1.start": 0.2})
+    assert "weight_decay/fc-1" in made.hypers

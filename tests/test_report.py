@@ -4,6 +4,7 @@ import json
 import math
 import re
 import struct
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,6 +14,7 @@ import longhorizon as lh
 from longhorizon import drawing, figures
 from longhorizon.axes import log_ticks, scale_of, symlog_ticks
 from longhorizon.report import write_report
+from longhorizon.tuning import best_of
 from records import SPEC, make_records, make_run
 
 NASTY = '</script><img src=x onerror="alert(1)">&$x^{'
@@ -140,6 +142,26 @@ def test_a_step_that_failed_in_part_is_no_divergence(tmp_path):
     page = Page(write_report(tmp_path).read_text())
     assert "in part · non-finite tangent" in page.text
     assert "none diverged" in page.text
+
+
+def test_the_best_run_is_that_of_best_json(tmp_path):
+    """No mean of the seeds that survived, and no run whose hypergradient nobody knows."""
+    first, second, third = make_records(count=3)
+    survivors = replace(second, seeds=[1, 2], status="1 of 2 runs: non-finite loss at step 7: lower `lr`.")
+    unknown = replace(third, mean={key: v * math.nan for key, v in third.mean.items()}, status="non-finite tangent")
+    assert best_of([first, survivors, unknown]) is first
+    assert best_of([first, second, third]) is third
+
+
+def test_what_became_of_a_doubted_value(tmp_path):
+    """One whose hypergradient is not known stays where it is, with or without a gate."""
+    moved, lost = make_records(count=2, diverged=(1,))
+    make_run(tmp_path, count=0)
+    for record, doubt in ((moved, "amplified 2e+01 times"), (lost, "not finite")):
+        lh.RunDirectory(tmp_path).append(replace(record, doubts={"lr": [""] * 4 + [doubt], "momentum": [""]}))
+    page = Page(write_report(tmp_path).read_text())
+    rows = [row for row in page.rows if row[1:2] == ["lr 5"]]
+    assert [row[2:4] for row in rows] == [["amplified 2e+01 times", "moved"], ["not finite", "left"]]
 
 
 @pytest.mark.usefixtures("whole")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch
 import longhorizon as lh
 from longhorizon import rundir
 from longhorizon.rundir import RunDirectory
+from records import SPEC, make_records
 from test_tuning import HYPERS, make_task, tune
 
 
@@ -74,6 +77,19 @@ def test_without_its_checkpoint_a_run_goes_on_from_the_journal(tmp_path):
     (tmp_path / "r/checkpoint.pt").unlink()
     resumed = tune(dir=tmp_path / "r")
     assert resumed.schedule == tune().schedule
+
+
+def test_the_journal_knows_where_the_last_good_run_was_and_the_best(tmp_path):
+    """As the run itself: some of a step's seeds may fail, and it is followed, but no mean of survivors is the best."""
+    failed = {"seeds": [1, 2], "status": "1 of 2 runs: non-finite loss at step 7: lower `lr` or shorten the run."}
+    whole, partly, lost = make_records(count=3, diverged=(2,))
+    history = [replace(whole, seeds=[1, 2]), replace(partly, **failed), replace(lost, **failed)]
+    directory = SimpleNamespace(load=lambda: None, path=tmp_path)
+    first = lh.Tuning(make_task(), lh.sgd(), SPEC, steps=200, seeds=2)
+    saved = lh.run._where(directory, history, first)
+    assert saved["good"] is partly.values
+    assert saved["best"][:2] == (whole.val_loss, 200)
+    assert saved["best"][2] is whole.values
 
 
 def test_a_checkpoint_that_knows_more_than_the_journal_is_refused(tmp_path):

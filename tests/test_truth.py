@@ -65,6 +65,14 @@ def test_an_interrupted_measurement_goes_on(tmp_path):
         truth(task, lh.sgd(), HYPERS, seeds=4, path=path, **(SETTING | {"steps": 8}))
 
 
+def test_no_digit_of_a_difference_is_lost():
+    found = truth(problem("mlp").task, lh.sgd(), HYPERS, seeds=2, **SETTING)
+    exact = lh.FiniteDifference(SETTING["distance"])
+    for seed in range(2):
+        h = lh.hypergradient(problem("mlp").task, lh.sgd(), HYPERS, steps=9, seed=seed, engine=exact)
+        torch.testing.assert_close(found.differences["lr"][seed], h.grad["lr"], rtol=1e-11, atol=0)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 24])
 def test_runs_may_be_made_at_once(monkeypatch, count):
     made = []

@@ -104,6 +104,7 @@ def test_one_window_is_singular(cli, monkeypatch):
     ("words", "code", "said"),
     [
         (("--key", "lrr"), 2, "--key 'lrr' is not learnt. Did you mean 'lr'?"),
+        (("--key", "momentum", "--hypers.momentum.learn", "false"), 2, "--key 'momentum' is not learnt."),
         (("--runs", "1"), 2, "--runs 1: expected at least 2"),
         (("--at", "nowhere.json"), 2, "nowhere.json does not exist; --at takes a schedule.json or a run's folder"),
     ],

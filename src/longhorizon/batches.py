@@ -1,7 +1,7 @@
 """Batches by step number, whatever the user's stream is.
 
 The adjoint reads batches backwards. A sequence is simply indexed. An iterable is read in order; where batches
-are needed again they are kept, and `check_memory` refuses beforehand what would not fit.
+are needed again they are kept, and the adjoint refuses beforehand what would not fit.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,11 +43,13 @@ class Batches:
     def __getitem__(self, step: int) -> Any:
         if self._kept is not None and step in self._kept:
             return self._kept[step]
-        seeds.seed_all(seeds.mix(self._seed, step, seeds.FETCH))
         if self.is_sequence:
+            seeds.seed_all(seeds.mix(self._seed, step, seeds.FETCH))
             try:
                 return self._source[step]
             except IndexError:
+                if hasattr(self._source, "__len__"):  # long enough: the error is the user's own
+                    raise
                 raise _ended(self._seed, step, self._steps) from None
         if step < self._cursor:  # an iterable cannot go back: start it again
             self._restart()

@@ -69,7 +69,16 @@ def write_result(
         directory.save_json("result.json", plain(result))
         left = range(len(found), chosen.test_seeds)
         if left:
-            lh.retrain(task, rule, entries, values, steps=steps, seeds=left, on_seed=tested)
+            lh.retrain(
+                task,
+                rule,
+                entries,
+                values,
+                steps=steps,
+                seeds=left,
+                precision=chosen.precision,  # type: ignore[arg-type]
+                on_seed=tested,
+            )
         result["test"][name] = summary(found[: chosen.test_seeds])
     directory.save_json("result.json", plain(result))
     return result

@@ -39,7 +39,7 @@ def windows(
     recipe, words = file_or_key(recipe, context.args)
     chosen = recipes.load_recipe(recipe, overrides(words))
     hypers = recipes.hypers_of(chosen)
-    if key not in hypers:
+    if key not in hypers or not (schedule or hypers[key].learn):
         raise click.UsageError(f"--key {key!r} is not learnt.{nearest(key, list(hypers))}")
     if runs < 2:
         raise click.UsageError(f"--runs {runs}: expected at least 2, so that there is noise to measure.")

@@ -148,7 +148,7 @@ class LiveDisplay:
         self.last: OuterStep | None = None
         self.outer_steps = tuning.outer_steps
         self._drawn, self._began, self._units = 0.0, time.monotonic(), 0
-        self._first, self._left_from = tuning.index, (0, 0)
+        self._first = tuning.index
         self.live = Live(self._picture(), console=self.console, refresh_per_second=8, transient=True)
         self.live.start()
 

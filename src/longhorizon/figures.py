@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from longhorizon.axes import Numbers, Scale, as_percent, in_unit, log_ticks, number, scale_of, span, symlog_ticks
-from longhorizon.tuning import OuterStep
+from longhorizon.tuning import OuterStep, best_of
 
 WINDOWS_APART = 12  # up to so many windows get a line each along the outer steps
 LINES = 40  # so many outer steps are drawn at most where each is a line of its own
@@ -278,12 +278,6 @@ def learnt(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> list[st
     keys = list(records[0].grad) if records else []
     hypers = settings.get("hypers", {})
     return [key for key in keys if key in records[0].values and hypers.get(key, {}).get("learn", True)]
-
-
-def best_of(records: Sequence[OuterStep]) -> OuterStep | None:
-    """The run with the lowest validation loss, among those of the longest horizon."""
-    good = [r for r in records if math.isfinite(r.val_loss)]
-    return min(good, key=lambda r: (-r.steps, r.val_loss), default=None)
 
 
 def diverged(record: OuterStep) -> bool:

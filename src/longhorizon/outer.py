@@ -164,7 +164,7 @@ class TorchOuter:
 
     def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
         learnt = _learnt(hypers)
-        points = {key: (v.log() if learnt[key].scale == "log" else v.clone()) for key, v in _of(learnt, values).items()}
+        points = {key: values[key].log() if hyper.scale == "log" else values[key] for key, hyper in learnt.items()}
         leaves = [torch.nn.Parameter(p.clone()) for p in points.values()]
         optimizer = self.make(leaves)
         if state["optimizer"] is not None:
@@ -241,7 +241,3 @@ def _in_scale(mean: Tensor, values: Tensor, hyper: Hyper) -> Tensor:
 
 def _learnt(hypers: Mapping[str, Hyper]) -> dict[str, Hyper]:
     return {key: hyper for key, hyper in hypers.items() if hyper.learn}
-
-
-def _of(keys: Mapping[str, Any], values: Values) -> Values:
-    return {key: values[key] for key in keys}

@@ -103,7 +103,7 @@ class Problem:
     def validation_loss(self, state: State, step: int) -> Tensor:
         """The validation loss after `step` steps, without derivatives."""
         seeds.seed_torch(seeds.mix(self.seed, step, seeds.VALIDATE))
-        hypers = self.hypers_at(min(step, self.steps) - 1)
+        hypers = self.hypers_at(step - 1)
         losses = []
         for i, batch in enumerate(self.val):
             with torch.no_grad(), self._judging(i, step):

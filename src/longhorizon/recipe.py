@@ -313,16 +313,22 @@ def _check(recipe: Recipe, origin: str) -> None:
 
 def _override(content: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key; a table that the file leaves out starts from its default."""
-    parts = key.replace("-", "_").split(".")
+    parts = key.split(".")
     defaults = {"rule": {"name": "sgd"}, "hypers": _default_hypers()}
     if len(parts) > 1 and parts[0] in defaults:
         content.setdefault(parts[0], defaults[parts[0]])
     table: Any = content
     for part in parts[:-1]:
-        table = table.setdefault(part, {})
+        table = table.setdefault(_name_in(table, part), {})
         if not isinstance(table, dict):
             raise RecipeError(f"--{key}: {part!r} is no table.")
-    table[parts[-1]] = value
+    table[_name_in(table, parts[-1])] = value
+
+
+def _name_in(table: Mapping[str, Any], word: str) -> str:
+    """A key as the table has it; a new one has no dashes but in its label."""
+    name, slash, label = word.partition("/")
+    return word if word in table else name.replace("-", "_") + slash + label
 
 
 def parse_value(text: str) -> Any:

@@ -1,5 +1,6 @@
 """A recipe as the text of a TOML file: a commented one to begin with, and one that writes every setting out."""
 
+import json
 from dataclasses import fields
 from typing import Any
 
@@ -42,11 +43,11 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False)  # what JSON escapes, TOML reads
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value)
 
 
 def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").isalnum() else _toml(key)
+    return key if key.isascii() and key.replace("_", "").isalnum() else _toml(key)

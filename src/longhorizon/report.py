@@ -14,10 +14,10 @@ from typing import Any
 
 from longhorizon.axes import as_percent, in_unit, number, short, span
 from longhorizon.extras import need
-from longhorizon.figures import Figure, Panel, best_of, diverged, figures, finite, ramp, scores_of
+from longhorizon.figures import Figure, Panel, diverged, figures, finite, ramp, scores_of
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.trust import gathered, remedy
-from longhorizon.tuning import OuterStep
+from longhorizon.tuning import OuterStep, best_of
 
 ROWS = 24  # a longer table is folded
 
@@ -251,9 +251,10 @@ def _steps_table(records: Sequence[OuterStep]) -> str:
 
 def _doubts_table(records: Sequence[OuterStep]) -> str:
     rows = [
-        [str(r.index + 1), _e(values), _e(reason), "held" if r.held else "moved", _e(remedy(reason))]
+        [str(r.index + 1), _e(values), _e(reason), _became(r, key, reason), _e(remedy(reason))]
         for r in records
-        for values, reason in gathered(r.doubts)
+        for key, reasons in r.doubts.items()
+        for values, reason in gathered({key: reasons})
     ]
     if not rows:
         return ""
@@ -263,6 +264,14 @@ def _doubts_table(records: Sequence[OuterStep]) -> str:
         "Where training amplifies changes, most of a product was clipped, or the standard error is as large as the "
         "slope, the sign of a hypergradient says little.",
     )
+
+
+def _became(record: OuterStep, key: str, reason: str) -> str:
+    """What was done with the values of a key that are doubted for a reason."""
+    windows = [w for w, other in enumerate(record.doubts[key]) if other == reason]
+    if record.held:
+        return "held"
+    return "moved" if bool((record.next[key] != record.values[key])[windows].any()) else "left"
 
 
 def settings_section(settings: Mapping[str, Any], recipe: object) -> str:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
-from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import Gates, OuterStep, Tuning
+from longhorizon.tuning import Gates, OuterStep, Tuning, best_of, went_well
 
 MEASURED = "hessian_product_error"  # in the record of the environment
 
@@ -251,12 +250,8 @@ def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> 
             f"{directory.path} has lost its checkpoint, and with it the state of its torch.optim outer optimizer; "
             "start again in another directory."
         )
-    good = [r for r in history if isfinite(r.val_loss) and any(m.isfinite().any() for m in r.mean.values())]
-    good = [r for r in good if not r.exploded]
-    good = [r for r in good if r.status == "ok" or len(r.seeds) == 1]  # with several, some may not have survived
-    longest = max((record.steps for record in good), default=0)
-    best = min((r for r in good if r.steps == longest), key=lambda r: r.val_loss, default=None)
-    last = history[-1]
+    good = [record for record in history if went_well(record)]
+    best, last = best_of(history), history[-1]
     return first.save() | {
         "index": last.index + 1,
         "values": {**first.values, **last.next},

@@ -97,7 +97,7 @@ def _equal(a: Any, b: Any, seen: dict[tuple[int, int], Any]) -> bool:
     if isinstance(a, Tensor):
         return a.device == b.device and tree.equal(a, b)
     if isinstance(a, np.ndarray):
-        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+        return tree.equal(a, b)
     if isinstance(a, Mapping):
         return list(a) == list(b) and all(_equal(v, b[k], seen) for k, v in a.items())
     if isinstance(a, list | tuple | deque):

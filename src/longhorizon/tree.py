@@ -7,6 +7,7 @@ function that puts a list like it back; step counters and other integers stay wh
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch's own functional transforms use this module
@@ -99,14 +100,16 @@ def _shown(leaf: Any) -> str:
 
 def equal(one: Tree, other: Tree) -> bool:
     """Whether two trees hold the same numbers, bit for bit (NaN equals NaN)."""
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(_same(a, b) for a, b in pairs)
+    first, second = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    return len(first) == len(second) and all(map(_same, first, second))
 
 
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         same: Any = a == b
-        return bool(same.all() if hasattr(same, "all") else same)  # a batch may hold numpy arrays
+        return bool(same.all() if hasattr(same, "all") else same) or bool(a != a and b != b)  # NaN is not itself
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,8 +108,8 @@ def truth(
             if progress is not None:
                 progress(number + 1, len(chosen))
     rows = [file.seeds[str(seed)] for seed in chosen]
-    differences = {key: torch.tensor([_numbers(row["grad"][key]) for row in rows]).double() for key in rows[0]["grad"]}
-    return Truth(differences, torch.tensor(_numbers([row["val_loss"] for row in rows]), dtype=torch.float64))
+    grads = {key: _numbers([row["grad"][key] for row in rows]) for key in rows[0]["grad"]}
+    return Truth(grads, _numbers([row["val_loss"] for row in rows]))
 
 
 def _differences(problem: Problem, engine: FiniteDifference) -> tuple[float, dict[str, Tensor]]:
@@ -203,8 +204,9 @@ def _deviation(rows: Tensor) -> Tensor:
     return torch.where(count > 1, squares / (count - 1), torch.nan).sqrt()
 
 
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if v is None else v for v in values]
+def _numbers(values: Sequence[Any]) -> Tensor:
+    """What a file has, NaN for None."""
+    return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
 class _File:

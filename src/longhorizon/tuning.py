@@ -311,6 +311,21 @@ def steps(
         yield record
 
 
+def went_well(record: OuterStep) -> bool:
+    """Whether some run of an outer step got to its end, with some hypergradient: then it was followed."""
+    known = any(bool(m.isfinite().any()) for m in record.mean.values())
+    return math.isfinite(record.val_loss) and known and not record.exploded
+
+
+def best_of(records: Sequence[OuterStep]) -> OuterStep | None:
+    """The outer step of the lowest validation loss, among those of the longest horizon, as far as records tell.
+
+    As in `Tuning`, the mean of the seeds that survived does not count.
+    """
+    whole = [r for r in records if went_well(r) and (r.status == "ok" or len(r.seeds) == 1)]
+    return min(whole, key=lambda r: (-r.steps, r.val_loss), default=None)
+
+
 def run_seed(seed: int, index: int, replicate: int) -> int:
     """The seed of one training run, small enough for every random generator."""
     return seeding.mix(seed, index, replicate) % 2**31

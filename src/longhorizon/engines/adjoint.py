@@ -137,10 +137,8 @@ class AdjointRun:
 
     @property
     def progress(self) -> Progress:
-        length = self.last - self.first
-        back = length if self.phase == "train" else 2 * length - (self.t - self.first)
-        done = self.t - self.first if self.phase == "train" else back
-        return Progress(self.phase, done, 2 * length)
+        length, at = self.last - self.first, self.t - self.first
+        return Progress(self.phase, at if self.phase == "train" else 2 * length - at, 2 * length)
 
     def advance(self) -> None:
         with deterministic(self.problem, not self.keep_all):
@@ -205,11 +203,9 @@ class AdjointRun:
         """One training step, compiled if that was decided."""
         return (self.problem.compiled_step if self.compile else self.problem.train_step)(state, step)
 
-    def _step_back(
-        self, state: State, step: int, cotangent: State, clip: Clip
-    ) -> tuple[State, dict[str, Tensor], Tensor]:
+    def _step_back(self, state: State, step: int, cotangent: State) -> tuple[State, dict[str, Tensor], Tensor]:
         """The VJP of a step, compiled if that was decided and the step is a pure function."""
-        problem = self.problem
+        problem, clip = self.problem, self.engine.clip
         if not self.compile_back or problem.draws:
             return step_back(problem, state, step, cotangent, clip)
         batch, hypers = problem.batch(step), problem.hypers_at(step)
@@ -275,8 +271,7 @@ class AdjointRun:
             self.phase = "replay"
             return
         assert self.cotangent is not None
-        state, clip = self.window.pop(step), self.engine.clip
-        self.cotangent, hypers, loss = self._step_back(state, step, self.cotangent, clip)
+        self.cotangent, hypers, loss = self._step_back(self.window.pop(step), step, self.cotangent)
         if step == self.first or (self.last - step) % self.watch.every == 0:
             check_repeated(step, self.watch.losses[step], loss)
         for key, g in hypers.items():

@@ -128,6 +128,7 @@ def finish(
     if status.ok and not torch.isfinite(torch.as_tensor(val_loss)):
         status, grad = Status("validation loss", problem.steps), nothing(problem)
     grad = {key: g.detach().to("cpu", torch.float64) for key, g in grad.items()}
+    grad = {key: torch.where(g.isfinite(), g, torch.nan) for key, g in grad.items()}  # no mean over seeds is infinite
     mean = {key: g / window_lengths(problem.steps, len(g)) for key, g in grad.items()}
     return Hypergradient(
         grad,

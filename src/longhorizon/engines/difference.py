@@ -87,12 +87,11 @@ class FiniteDifference:
 
 
 class DifferenceRun:
-    """A row of training runs in progress: the middle one first, then two per value."""
+    """A row of training runs in progress: two per value, then the middle one."""
 
     def __init__(self, engine: FiniteDifference, problem: Problem, saved: dict[str, Any] | None):
         self.engine, self.problem = engine, problem
-        # The middle run last, so that its weights are the ones at hand in the end.
-        self.runs = engine.runs(problem)
+        self.runs = engine.runs(problem)  # the middle one comes last: its weights are at hand in the end
         self.total = len(self.runs) + 1
         self.watch = Watch(problem, saved and saved["watch"])
         self.losses: list[Tensor] = [loss.to(problem.device) for loss in saved["losses"]] if saved else []

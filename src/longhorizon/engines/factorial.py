@@ -289,6 +289,7 @@ class FactorialRun:
             p = self.problem
             seed = seeds.mix(p.seed, pair, seeds.PAIR) % 2**31
             self._of_pair[pair] = make_problem(p.task, p.rule, p.hypers, p.steps, seed, p.values, p.traces)
+            self._of_pair[pair].runs = p.runs
         return self._of_pair[pair]
 
 

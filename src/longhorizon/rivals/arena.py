@@ -69,7 +69,7 @@ class Arena:
     """One method with one seed: its purse, its place on disk, its line to the journal.
 
     Args:
-        pulse: called after every training step with a short word on where the method is; raises Stop to end it.
+        pulse: called after every training step with the arena and the steps done; raises Stop to end it.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Trial:
         except Exception as error:  # a user's model, loss or data may fail in any way
             judged = Judged(status=f"crashed: {words_of(error)}")
         training = self.training
-        done = training.t if training is not None else 0
+        done = self.since if training is None else max(self.since, training.t)
         crashed = judged.status.startswith("crashed")
         learnt = training.learnt() if training is not None and done and not crashed else {}
         seconds, counted = self._so_far()

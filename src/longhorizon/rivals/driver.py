@@ -261,7 +261,8 @@ class _Run:
             if asked:
                 raise Stop
 
-        try_all(self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress, self._traces)
+        given = (self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
+        try_all(*given, self._traces, self.precision)
 
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from longhorizon.cuda import Precision
 from longhorizon.hypers import argument
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals.arena import Arena, Setup, Trial
-from longhorizon.rivals.space import Setting
+from longhorizon.rivals.space import Setting, hypers_for
 from longhorizon.rivals.training import Counter, TorchTraining, judge
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -79,21 +80,23 @@ def own_settings(setup: Setup) -> Setting:
 
 
 def retrain_packaged(
-    setup: Setup, name: str, seeds: Sequence[int], progress: Callable[[int, int], None] | None = None
+    setup: Setup,
+    name: str,
+    seeds: Sequence[int],
+    progress: Callable[[int, int], None] | None = None,
+    precision: Precision = "float32",
 ) -> dict[str, list[float | None]]:
     """Test loss and metrics after training on all data but the test set, per seed, as `retrain` does it.
 
     A training that diverged has an infinite loss, and None for every metric.
     """
-    from longhorizon.rivals.space import hypers_for
-
     task = setup.task
     assert task.test is not None
     test = task.test
     whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
     hypers = hypers_for(own_settings(setup), setup.hypers, setup.rule, setup.steps)
     judgements = []
-    with environment():
+    with environment(precision):
         for number, seed in enumerate(seeds):
             problem = make_problem(whole, setup.rule, hypers, setup.steps, seed)
             training = TorchTraining(problem, Counter(), OPTIMIZERS[name][1])

@@ -13,8 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from longhorizon.cuda import Precision
 from longhorizon.retraining import retrain
-from longhorizon.rivals.arena import Setup, words_of
+from longhorizon.rivals.arena import Setup, Stop, words_of
 from longhorizon.rivals.ledger import Evaluation, incumbents
 from longhorizon.rivals.packaged import OPTIMIZERS, retrain_packaged
 from longhorizon.rivals.space import hypers_for
@@ -73,6 +74,7 @@ def try_all(
     seeds: int,
     progress: Callable[[int, int], None] | None = None,
     traces: Traces | None = None,
+    precision: Precision = "float32",
 ) -> None:
     """Test what has not been tested yet."""
     known = read_tests(path)
@@ -85,7 +87,9 @@ def try_all(
             continue
         twin = scores.get(_same(e))
         found, status = (
-            (twin.scores, twin.status) if twin is not None else _test(setup, e, seeds, progress, traces, begun)
+            (twin.scores, twin.status)
+            if twin is not None
+            else _test(setup, e, seeds, progress, traces, precision, begun)
         )
         tested = Tested(*e.key, found, status)
         append_line(path, plain(vars(tested)))
@@ -103,12 +107,13 @@ def _test(
     seeds: int,
     progress: Callable[[int, int], None] | None,
     traces: Traces | None,
+    precision: Precision,
     begun: Path,
 ) -> tuple[dict[str, list[Any]], str]:
     """The scores of a setting; `begun` holds those of trainings that were done when it was stopped."""
     try:
         if e.method in OPTIMIZERS:
-            return plain(retrain_packaged(setup, e.method, range(seeds), progress)), "ok"
+            return plain(retrain_packaged(setup, e.method, range(seeds), progress, precision)), "ok"
         hypers = hypers_for(e.values, setup.hypers, setup.rule, setup.steps)
         values = {key: hyper.values() for key, hyper in hypers.items()}
         known = json.loads(begun.read_text()) if begun.exists() else {}
@@ -124,7 +129,10 @@ def _test(
         left = range(len(found.get("loss", [])), seeds)
         if left:
             given: Any = (setup.task, setup.rule, hypers, values)
-            retrain(*given, steps=setup.steps, seeds=left, traces=traces, progress=progress, on_seed=done)
+            how: Any = {"precision": precision, "traces": traces, "progress": progress, "on_seed": done}
+            retrain(*given, steps=setup.steps, seeds=left, **how)
         return found, "ok"
-    except (RuntimeError, ValueError, TypeError) as error:  # the user's test data or metric failed
+    except Stop:
+        raise
+    except Exception as error:  # the user's test data or metric may fail in any way
         return {}, f"crashed: {words_of(error)}"
