@@ -57,14 +57,14 @@ def step_cost_gpu() -> str:
             ratio = None if row is None or name == "training step" else row.get("faster_than_loop")
             loop = "–" if ratio is None else f"{ratio:.1f}"
             cells = ["–"] * 3 if row is None else [f"{row['ms']:.1f}", f"{row['compiled_gradients']:.1f}", loop]
-            line += [*cells, "–" if row is None else f"{row['error']:.0e}".replace("e-0", "e-")]
+            line += [*cells, "–" if row is None else _error(row["error"])]
         lines.append(line)
     head = [f"{what}{of}" for of in ("", ", TF32") for what in ("ms", "gradients", "× loop", "error")]
     return _table(["", *head], lines)
 
 
 def step_cost_others() -> str:
-    """Both engines with nine values on other networks, for scale."""
+    """Both engines and the loop with nine values on other networks, for scale."""
     lines = []
     for name, model in (("LeNet", "lenet"), ("WRN-16-1", "wrn16"), ("ResNet-18", "resnet18")):
         path = RESULTS / f"step_cost_{model}_cuda_float32.json"
@@ -72,9 +72,9 @@ def step_cost_others() -> str:
             continue
         found = json.loads(path.read_text())
         for row in found["rows"]:
-            if row["method"] in ("forward", "adjoint") and row["n"] == 9:
+            if row["method"] in ("double-backward loop", "forward", "adjoint") and row["n"] == 9:
                 cells = [f"{row['ms']:.1f}", f"{row['compiled_gradients']:.1f}", f"{row['faster_than_loop']:.1f}"]
-                cells.append(f"{row['error']:.0e}".replace("e-0", "e-"))
+                cells.append(_error(row["error"]))
                 lines.append([f"{name}, batch {found['settings']['batch']}", row["method"], *cells])
     return _table(["network", "engine", "ms", "gradients", "× loop", "error"], lines)
 
@@ -105,7 +105,7 @@ def horizon() -> str:
 
     def cell(engine: str, steps: int) -> str:
         row = found.get((engine, steps))
-        return f"{row['seconds']:.1f} s, {row['peak_gb']:.2f} GB" if row and "seconds" in row else "–"
+        return f"{row['seconds']:.1f} s, {row['peak_gb']:.3g} GB" if row and "seconds" in row else "–"
 
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     return _table(
@@ -282,6 +282,10 @@ def _interval(share: float, error: float | None, signs: int) -> str:
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = 1.96 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
     return f"{100 * share:.0f} ({100 * max(0.0, middle - half):.0f}–{100 * min(1.0, middle + half):.0f})"
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def _short(value: float | None) -> str:

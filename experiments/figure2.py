@@ -13,9 +13,9 @@ Settings. `svhn` is the paper's: LeNet, T = 250, cosine from 0.01 to 0, batches 
 images, 100 seeds. What the paper does not say is taken from its published script: momentum 0.9, no weight decay, Xavier
 initialisation. Not taken over: that script clips the gradient of every batch at ±1 (`--grad-clip 1` does) and takes its
 validation images from the test set (we hold out training images, as Appendix C says of all experiments).
-Without momentum (`svhn-plain`) hypergradients are a tenth of the size, and their variance a hundredth: the paper's
-numbers need momentum. Appendix D does not say which schedule it shows; `svhn-hot` (cosine from 0.05) and `svhn-flat`
-(constant 0.01) are ours.
+Without momentum (`svhn-plain`) hypergradients are a thirtieth of the size, and their variance a four-hundredth: the
+paper's numbers need momentum. Appendix D does not say which schedule it shows; `svhn-hot` (cosine from 0.05) and
+`svhn-flat` (constant 0.01) are ours.
 Beyond the paper: `cifar-1` and `cifar-10`, WRN-16-1 on CIFAR-10 for 1 and 10 epochs, batches of 256, the same schedule;
 `cifar-1-hot` and `cifar-10-hot` from 0.1 with weight decay 5e-4, a schedule that people train with.
 """

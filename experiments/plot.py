@@ -217,7 +217,9 @@ def trust(_: dict[str, Any], results: Path) -> list[Figure]:
     """How often each estimator's sign is right, task by task; one picture of all results."""
     labels = ("exact", "clip 10", "clip 10, mean of 4", "clip auto", "smoothed, fewest pairs", "smoothed", "hybrid")
     panels = []
-    for path in sorted(results.glob("estimators-*.json"), reverse=True):
+    heat = {"calm": 0, "edge": 1, "hot": 2}  # as the table in docs/trust.md has them
+    paths = results.glob("estimators-*.json")
+    for path in sorted(paths, key=lambda path: (heat.get(path.stem.rpartition("-")[2], 3), path.stem)):
         found = json.loads(path.read_text())
         known = [label for label in labels if label in found["scores"]]
         mean = [100 * found["scores"][label]["sign"] for label in known]

@@ -50,6 +50,17 @@ FIGURE3 = {
     ("svhn", "fds"): "better than cosine",
 }
 
+CAPTIONS = {  # by the start of a picture's name
+    "appendix-b": "The error of window means against the window size. Where noise is uncorrelated or equally "
+    "correlated, maximal drift lies on the bound and is hidden by it.",
+    "figure1-learnt": "What each way to run FDS has learnt, by outer step, with the first of its seeds.",
+    "figure2": "Above, hypergradients of every step's learning rate, a faint line per seed. Below, the error of window "
+    "means against the window size, linear and logarithmic; the ring marks the best size. *Corrected* takes away what "
+    "few seeds do to *measured*, and hides it where the two agree.",
+    "trust": "How often the sign of an estimate is right, a selection of [the table](../docs/trust.md#how-they-did). "
+    "Bars are one standard error over seeds; there is none where all signs are right.",
+}
+
 
 def table(results: Path = RESULTS) -> str:
     """All rows, as Markdown."""
@@ -95,8 +106,13 @@ def rendered(text: str, results: Path = RESULTS) -> str:
 
 
 def pictures() -> str:
-    """Those that plot.py has drawn."""
-    return "".join(f"![{path.stem}](figures/{path.name})\n\n" for path in sorted((HERE / "figures").glob("*.png")))
+    """Those that plot.py has drawn, each with what it shows."""
+    text, last = "", ""
+    for path in sorted((HERE / "figures").glob("*.png")):
+        name = max((name for name in CAPTIONS if path.stem.startswith(name)), key=len, default="")
+        text += f"`{name}`. {CAPTIONS[name]}\n\n" if name != last and name else ""  # once for all of a kind
+        text, last = text + f"![{path.stem}](figures/{path.name})\n\n", name
+    return text
 
 
 def _figure2(found: dict[str, Any] | None, paper: str) -> list[str]:

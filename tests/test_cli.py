@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import longhorizon as lh
+
 COMMAND = [sys.executable, "-c", "from longhorizon.cli import main; main()"]
 SMALL = ["--steps", "12", "--outer-steps", "2", "--hypers.lr.windows", "3", "--test-seeds", "0"]
 COMMANDS = ["tune", "resume", "report", "export", "check", "windows", "compare", "data", "init"]
@@ -37,6 +39,13 @@ def call(*words, cwd, code=0):
     done = SimpleNamespace(**json.loads(SERVER.stdout.readline()))
     assert done.code in (code if isinstance(code, tuple) else (code,)), done.stdout + done.stderr
     return done
+
+
+def test_the_package_is_a_command_too(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "longhorizon", "--version"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, lh.__version__)
 
 
 @pytest.fixture(scope="module")
