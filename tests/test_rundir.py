@@ -87,7 +87,8 @@ def test_the_journal_knows_where_the_last_good_run_was_and_the_best(tmp_path):
     directory = SimpleNamespace(load=lambda: None, path=tmp_path)
     first = lh.Tuning(make_task(), lh.sgd(), SPEC, steps=200, seeds=2)
     saved = lh.run._where(directory, history, first)
-    assert saved["good"] is partly.values
+    assert saved["good"][0] == partly.val_loss
+    assert saved["good"][1] is partly.values
     assert saved["best"][:2] == (whole.val_loss, 200)
     assert saved["best"][2] is whole.values
 
