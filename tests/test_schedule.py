@@ -340,3 +340,7 @@ def test_exported_code_names_a_fixed_clip():
     clipped = lh.Schedule.of(hypers, {"lr": [0.1]}, lh.clipped(lh.sgd(), grad_clip=0.5))
     assert "torch.nn.utils.clip_grad_value_(model.parameters(), 0.5), optimizer.step()" in to_python(clipped)
     assert "clip" not in to_python(lh.Schedule.of(hypers, {"lr": [0.1]}, lh.sgd()))
+
+
+def test_values_given_as_a_list_keep_their_digits():
+    assert lh.Schedule.of({"lr": lh.Hyper(0.1)}, {"lr": [0.1]}, lh.sgd()).values == {"lr": (0.1,)}
