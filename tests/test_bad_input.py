@@ -289,6 +289,16 @@ CALLS = {
         TypeError,
         r"module '0' is EmbeddingBag with max_norm",
     ),
+    "sparse gradients": (
+        {"task": task(model=lambda: nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)))},
+        TypeError,
+        r"module '0' is Embedding with sparse=True.*leave it out",
+    ),
+    "a rule's memory": (
+        {"rule": lh.Rule("own", {"lr": 0.1}, lambda params: None, lambda params, grads, state, h: (params, state))},
+        TypeError,
+        r"init of the rule 'own' returned NoneType in its memory.*an empty tuple for none",
+    ),
     "kept weights in val_loss": (
         {"task": task(model=Kept, val_loss=penalised)},
         ValueError,

@@ -37,6 +37,40 @@ def test_the_kink_of_a_relu_is_no_disagreement():
     assert passed, rows
 
 
+SMALL = {
+    "lr": {"start": 1e-3, "windows": 2, "scale": "log"},
+    "beta1": {"start": 0.9},
+    "eps": {"start": 1e-8, "scale": "log"},
+}
+
+
+def test_what_is_lost_in_rounding_is_no_disagreement():
+    """Adam's eps moves the loss by 1e-13: no shift of it can be told from rounding, and others have kinks in theirs."""
+    for seed in (0, 2):
+        rows, passed = checking.check_engines(Recipe(rule={"name": "adamw"}, hypers=SMALL, seed=seed), 10)
+        assert passed, rows
+    tiny = SMALL | {"eps": {"start": 1e-11, "scale": "log"}}
+    rows, passed = checking.check_engines(Recipe(rule={"name": "adamw"}, hypers=tiny), 10)
+    assert passed, rows
+    assert rows[-1]["verdict"] == "ok; too small to tell from rounding: eps"
+
+
+def test_an_error_is_found_by_central_differences_alone(monkeypatch):
+    """All engines share the rule, so that a derivative that it hides is one for central differences to find."""
+    from longhorizon import rules
+
+    whole = rules._adam_update(decoupled=True)
+
+    def update(params, grads, state, h):
+        fixed = h["beta1"].detach() if isinstance(h["beta1"], torch.Tensor) else h["beta1"]
+        return whole(params, grads, state, {**h, "beta1": 0.999 * fixed + 0.001 * h["beta1"]})
+
+    monkeypatch.setattr(rules, "_adam_update", lambda decoupled: update)
+    rows, passed = checking.check_engines(Recipe(rule={"name": "adamw"}, hypers=SMALL), 10)
+    assert not passed
+    assert rows[-1]["verdict"].startswith("over")
+
+
 def test_a_task_in_float32_is_checked_in_float64(tmp_path, monkeypatch):
     """In float32 rounding drowns central differences, and the engines would be said to disagree."""
     (tmp_path / "float32_task.py").write_text(OWN_TASK)

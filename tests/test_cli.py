@@ -65,6 +65,20 @@ def test_help_names_every_command_and_default(tmp_path):
     assert "--hypers.weight_decay: start 0.0, step 0.0004" in said
 
 
+def test_the_package_is_a_command(tmp_path):
+    words = [sys.executable, "-m", "longhorizon", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: longhorizon")
+
+
+def test_a_value_just_below_one_is_not_shown_as_one(tmp_path):
+    hypers = ["--hypers.lr.start", "1e-3", "--hypers.beta2.start", "0.9999", "--hypers.beta2.learn", "false"]
+    (tmp_path / "recipe.toml").write_text('[rule]\nname = "adam"\n[hypers.lr]\n[hypers.beta2]\n')
+    done = call("tune", "recipe.toml", *hypers, "--steps", 3, "--outer-steps", 1, "--test-seeds", 0, cwd=tmp_path)
+    assert "beta2          0.9999" in done.stdout
+    assert "beta2 0.9999" in done.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(tmp_path, command):
     assert f"longhorizon {command}" in call(command, "--help", cwd=tmp_path).stdout

@@ -458,6 +458,23 @@ def spectral():
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))).double()
 
 
+def old_spectral():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(5, 3))).double()
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(4, 3)
+
+    def forward(self, x):
+        return self.bag((x > 0).long())
+
+
+def bags():
+    return Bags().double()
+
+
 def weight_norm():
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))).double()
 
@@ -476,8 +493,9 @@ REFUSED = {
     "hidden-in-place": (lambda: Hidden(in_place), lh.Adjoint(), CANNOT, r"buffer 'centre'.*no_grad.*lh.Forward"),
     "hidden-anew": (lambda: Hidden(anew), lh.Greedy(2), CANNOT, r"buffer 'centre'.*no_grad.*lh.Forward"),
     "spectral-adjoint": (spectral, lh.Adjoint(), CANNOT, r"buffer '0.parametrizations.weight.0._u'"),
-    "spectral-forward": (spectral, lh.Forward(), CANNOT, r"Forward cannot .*out="),
-    "weight-norm": (weight_norm, lh.Forward(), TypeError, r"'0.parametrizations.weight.0' is weight-normed"),
+    "bag-forward": (bags, lh.Forward(), CANNOT, r"_embedding_bag .*lh.Factorial\(\), which needs no derivative"),
+    "bag-adjoint": (bags, lh.Adjoint(), CANNOT, r"_embedding_bag_backward.*lh.Factorial"),
+    "weight-norm": (weight_norm, lh.Forward(), TypeError, r"'0.parametrizations.weight.0' is weight-normed.*g \* v"),
     "sync": (lambda: linear(nn.SyncBatchNorm(3)), "auto", TypeError, r"module '1' is SyncBatchNorm"),
     "instance": (instance_norm, "auto", TypeError, r"module '2' is InstanceNorm1d.*track_running_stats=False"),
     "own-norm": (lambda: linear(OwnNorm(3)), "auto", TypeError, r"module '1' is OwnNorm, a BatchNorm with a forward"),
@@ -506,6 +524,9 @@ ALLOWED = {
     "new-style": (lambda: Through(NewStyle.apply), lh.Adjoint()),
     "data-dependent": (lambda: Through(lambda y: 2 * y if y.sum() > 0 else y), lh.Forward(compile=False)),
     "recurrent": (lambda: Recurrent(), lh.Forward()),
+    # its vectors are written by out=
+    "spectral": (spectral, lh.Forward()),
+    "spectral-old": (old_spectral, lh.Forward(compile=False)),
 }
 
 

@@ -316,3 +316,65 @@ def test_no_alarm_about_weights_that_training_never_moves(model, engine):
     if model is Fixed:  # weight decay does move them
         with pytest.warns(lh.MissingDerivative):
             lh.hypergradient(task, lh.sgd(), LR | {"weight_decay": lh.Hyper(0.0)}, steps=6, engine=lh.Adjoint())
+
+
+def cut_rule(cut, what="lr"):
+    """Adam without corrections, with something taken from autograd."""
+
+    def update(params, grads, state, h):
+        h = {**h, what: cut(h[what])} if what in h else h
+        second = {k: h["beta"] * state[k] + (1 - h["beta"]) * g * g for k, g in grads.items()}
+        size = {k: s + 0.1 for k, s in second.items()}
+        if what == "size":
+            size = {k: cut(s) for k, s in size.items()}
+        return {k: p - h["lr"] * grads[k] / size[k] for k, p in params.items()}, second
+
+    def init(params):
+        return {k: torch.zeros_like(p) for k, p in params.items()}
+
+    return lh.Rule("own", {"lr": 0.1, "beta": 0.9}, init, update)
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        return x * 1
+
+
+CUTS = {
+    "item": (lambda x: x.item(), "lr", "'lr'", BOTH),
+    "float": (float, "beta", "'beta'", BOTH),
+    "detach": (torch.detach, "lr", "'lr'", BOTH),
+    "no_grad": (under_no_grad, "beta", "'beta'", ("adjoint",)),
+    "detached memory": (torch.detach, "size", "memory", BOTH),
+}
+
+
+@EVERY_ENGINE
+@pytest.mark.parametrize("name", CUTS)
+def test_a_rule_whose_derivative_lacks_a_part(name, engine):
+    cut, what, named, off = CUTS[name]
+    hypers = {"lr": lh.Hyper(0.1), "beta": lh.Hyper(0.9, step=0.1)}
+    rules = (cut_rule(cut, what), engine in off), (cut_rule(lambda x: x, what), False)
+    for rule, expected in rules:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            lh.hypergradient(task_of(mlp), rule, hypers, steps=3, engine=ENGINES[engine])
+        told = [str(w.message) for w in seen if w.category is lh.MissingDerivative]
+        assert bool(told) == expected, told
+        assert all("the rule 'own'" in text and named in text for text in told)
+
+
+@EVERY_ENGINE
+def test_a_rule_that_moves_by_a_sign_is_left_in_peace(engine):
+    def update(params, grads, state, h):
+        moved = {k: p - h["lr"] * torch.sign(h["beta"] * state[k] + grads[k]) for k, p in params.items()}
+        return moved, {k: h["beta"] * state[k] + (1 - h["beta"]) * g for k, g in grads.items()}
+
+    rule = lh.Rule("lion", {"lr": 0.01, "beta": 0.9}, lambda p: {k: torch.zeros_like(x) for k, x in p.items()}, update)
+    hypers = {"lr": lh.Hyper(0.0, step=0.1), "beta": lh.Hyper(0.9, step=0.1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lh.MissingDerivative)
+        lh.hypergradient(task_of(mlp), rule, hypers, steps=3, engine=ENGINES[engine])
+        for known in (lh.sgd(nesterov=True), lh.adam(), lh.adamw(), lh.clipped(lh.adamw(), 0.1)):
+            learnt = {arg: lh.Hyper(value, step=0.1) for arg, value in known.defaults.items() if arg != "dampening"}
+            lh.hypergradient(task_of(mlp), known, learnt, steps=3, engine=ENGINES[engine])

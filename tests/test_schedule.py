@@ -332,3 +332,15 @@ def test_the_file_format_is_the_documented_one(tmp_path):
     assert content["format"] == "longhorizon-schedule"
     assert content["version"] == 2
     assert content["hypers"]["lr"] == {"values": [0.1, 0.3, 0.2], "argument": "lr", "learnt": True, "of": "optimizer"}
+
+
+def test_exported_code_names_a_fixed_clip():
+    """No torch optimizer has it, so that whoever carries the schedule on would train without."""
+    hypers = {"lr": lh.Hyper(0.1)}
+    clipped = lh.Schedule.of(hypers, {"lr": [0.1]}, lh.clipped(lh.sgd(), grad_clip=0.5))
+    assert "torch.nn.utils.clip_grad_value_(model.parameters(), 0.5), optimizer.step()" in to_python(clipped)
+    assert "clip" not in to_python(lh.Schedule.of(hypers, {"lr": [0.1]}, lh.sgd()))
+
+
+def test_values_given_as_a_list_keep_their_digits():
+    assert lh.Schedule.of({"lr": lh.Hyper(0.1)}, {"lr": [0.1]}, lh.sgd()).values == {"lr": (0.1,)}

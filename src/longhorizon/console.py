@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines elsewhere, JSON for machines."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,19 @@ def make_display(as_json: bool) -> Display:
 
 def numbers(values: Tensor, limit: int = 8) -> str:
     """A few numbers in little room."""
-    shown = [f"{v:.3g}" for v in values.tolist()[:limit]]
+    shown = [number(v) for v in values.tolist()[:limit]]
     return " ".join(shown) + (f" … ({len(values)})" if len(values) > limit else "")
+
+
+def number(value: float) -> str:
+    """Three digits, and more for one just below 1, such as Adam's beta2, which 1 would be wrong for.
+
+    >>> number(0.123456), number(0.9999), number(0.99937)
+    ('0.123', '0.9999', '0.99937')
+    """
+    if 0.99 < value < 1:
+        return f"{value:.{1 - math.floor(math.log10(1 - value))}f}".rstrip("0")
+    return f"{value:.3g}"
 
 
 def marked(shown: str, doubted: list[str]) -> str:
@@ -281,7 +293,7 @@ def _size(count: int) -> str:
 
 
 def _opening(tuning: Tuning) -> str:
-    ranges = ", ".join(f"{key} in [{low:.3g}, {high:.3g}]" for key, (low, high) in tuning.range().items())
+    ranges = ", ".join(f"{key} in [{number(low)}, {number(high)}]" for key, (low, high) in tuning.range().items())
     steps = sorted(set(tuning.horizons))
     size = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     begin = f"from outer step {tuning.index + 1} on, " if tuning.index else ""

@@ -11,7 +11,7 @@ _HEADER = '''"""Hyperparameters learnt by longhorizon, for {rule}.
 
     for step in range(total_steps):
         set_hyperparameters(optimizer, step, total_steps)
-        ...  # forward, backward, optimizer.step()
+        ...  # forward, backward, {clip}optimizer.step()
 """
 
 {imports}SCHEDULE = {schedule}
@@ -99,6 +99,7 @@ def to_python(schedule: Schedule) -> str:
     some = any("/" not in key for key in params)  # told apart by no label
     text = _HEADER.format(
         rule=_twin(schedule),
+        clip=_clip(schedule),
         imports="from fnmatch import fnmatchcase\n\n" if some else "",
         schedule=_literal({key: list(v) for key, v in schedule.values.items()}),
         in_loss=[key for key in schedule.values if key in schedule.in_loss],
@@ -129,6 +130,12 @@ def to_csv(schedule: Schedule, steps: int) -> str:
     for step in range(steps):
         rows.writerow([step, *(repr(schedule.value(key, step, steps)) for key in schedule.values)])
     return text.getvalue()
+
+
+def _clip(schedule: Schedule) -> str:
+    """The call that a fixed clip of the gradient is in plain PyTorch."""
+    level = schedule.rule.get("fixed", {}).get("grad_clip")
+    return "" if level is None else f"torch.nn.utils.clip_grad_value_(model.parameters(), {level!r}), "
 
 
 def _twin(schedule: Schedule) -> str:

@@ -154,7 +154,14 @@ def check_module(module: object) -> None:
                 "statistics torch updates outside autograd: derive it from nn.Module and write them out of place."
             )
         if isinstance(part, _WeightNorm) or any(isinstance(h, WeightNorm) for h in part._forward_pre_hooks.values()):
-            raise TypeError(f"module {name!r} is weight-normed: torch's second derivative of weight_norm is wrong.")
+            raise TypeError(
+                f"module {name!r} is weight-normed: torch's second derivative of weight_norm is wrong. Write it as a "
+                "parametrization of your own, g * v / v.norm(dim=1, keepdim=True)."
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise TypeError(
+                f"module {name!r} is {type(part).__name__} with sparse=True: rules take dense gradients; leave it out."
+            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise TypeError(
                 f"module {name!r} is {type(part).__name__} with max_norm, which rescales its weights in place, outside "
@@ -244,6 +251,14 @@ def _without_alpha(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def _normalize(
+    input: Tensor, p: float = 2.0, dim: int | tuple[int, ...] = 1, eps: float = 1e-12, out: Tensor | None = None
+) -> Tensor:
+    """Spectral normalisation writes its vectors by `out=`, through which no tangent goes."""
+    found = F.normalize(input, p, dim, eps)  # type: ignore[arg-type]
+    return found if out is None else out.copy_(found)
+
+
 _SUMS = (torch.add, torch.sub, Tensor.add, Tensor.add_, Tensor.sub, Tensor.sub_)
-_PLAIN: dict[Any, Callable[..., Tensor]] = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss}
+_PLAIN: dict[Any, Callable[..., Tensor]] = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss, F.normalize: _normalize}
 _PLAIN |= {func: _without_alpha(func) for func in _SUMS}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from longhorizon import tree
 from longhorizon.functional import Buffers, Functional
@@ -60,7 +61,14 @@ class Inner:
     def start(self) -> State:
         """The state before the first step."""
         params, buffers = self.functional.initial()
-        return State(params, buffers, tuple(self.rule.init(g.pick(params)) for g in self.groups))
+        memory = tuple(self.rule.init(g.pick(params)) for g in self.groups)
+        for leaf in tree_leaves(memory):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"init of the rule {self.rule.name!r} returned {type(leaf).__name__} in its memory: expected "
+                    "tensors, in a NamedTuple, dict or tuple; an empty tuple for none."
+                )
+        return State(params, buffers, memory)
 
     def update(
         self, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers

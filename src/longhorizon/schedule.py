@@ -177,7 +177,10 @@ class Schedule:
     @classmethod
     def of(cls, hypers: Mapping[str, Hyper], values: Mapping[str, Any], rule: Rule) -> "Schedule":
         """The schedule that a run's values make."""
-        given = {key: tuple(float(v) for v in torch.as_tensor(values[key]).reshape(-1)) for key in hypers}
+        given = {
+            key: tuple(float(v) for v in torch.as_tensor(values[key], dtype=torch.float64).reshape(-1))
+            for key in hypers
+        }
         fixed = {arg: v for arg, v in rule.defaults.items() if arg not in {argument(key) for key in hypers}}
         record = {"name": rule.name, "defaults": dict(rule.defaults), "fixed": fixed, "options": dict(rule.options)}
         learnt = tuple(key for key, hyper in hypers.items() if hyper.learn)

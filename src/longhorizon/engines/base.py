@@ -160,6 +160,7 @@ def explain(error: Exception, engine: str) -> Exception:
         other = "lh.Adjoint()" if engine == "Forward" else "lh.Forward()"
         return NotDifferentiable(
             f"{engine} cannot differentiate this model's gradient: {text} "
-            f"Replace the operation by plain torch ones, or try engine={other}."
+            f"Replace the operation by plain torch ones, or try engine={other}, or lh.Factorial(), which needs no "
+            "derivative."
         )
     return error

@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.func import grad, jvp
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from longhorizon import tree
 from longhorizon.engines.vjp import pulled_back
 from longhorizon.functional import Buffers, PlainLosses
+from longhorizon.hypers import argument
+from longhorizon.inner import busy
 from longhorizon.problem import Problem
 from longhorizon.rules import Params
 
@@ -53,6 +56,16 @@ def check_derivative(problem: Problem, tangents: bool) -> None:
             break
         except Exception:  # whatever a model says to a part of a batch, or to float64
             continue
+    cut = _missing_in_rule(problem, tangents)
+    if cut:
+        shown = " and ".join(f"by {off:.1%} for {name}" for name, off in cut.items())
+        warnings.warn(
+            f"the rule {problem.rule.name!r} leaves out a part of its derivative: one update is off {shown}, against "
+            "central differences. Likely it has a detach, a no_grad, an item() or float(), or works in place. Write it "
+            "without, or use engine=lh.Factorial() or lh.FiniteDifference(), which need no derivative.",
+            MissingDerivative,
+            stacklevel=2,
+        )
     if found:
         engine, other = ("Forward", "") if tangents else ("Adjoint", "lh.Forward(), which sees through no_grad, or ")
         shown = " and ".join(f"by {off:.1%} for {name}" for name, off in found.items())
@@ -253,6 +266,82 @@ class _Probe:
         """Whether a buffer has an influence on anything but itself."""
         here, there = self._at(0.0), self._at(1e-3, next(n for n in self.direction if part == _buffer(n)))
         return any(_apart(x, there[name]) > 1e-9 for name, x in here.items() if name != part)
+
+
+def _missing_in_rule(problem: Problem, tangents: bool) -> dict[str, float]:
+    """The learnt values, and gradients and memory, whose derivative the rule cuts off; and how much of it."""
+    try:
+        probe = _RuleProbe(problem)
+        learnt = [key for key in problem.learnt if argument(key) in problem.rule.defaults]
+        found = {repr(key): probe.off(key, tangents) for key in learnt}
+        found["gradients and memory"] = probe.off("", tangents)
+    except Exception:  # a rule that does not run in float64, or fails: the run itself says why
+        return {}
+    return {name: off for name, off in found.items() if off}
+
+
+class _RuleProbe:
+    """One update of the rule, at gradients and memory of every kind, as a function of all that it reads."""
+
+    SHIFTS = (1e-6, 1e-5)
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        state = busy(problem.start)
+        generator = torch.Generator().manual_seed(0)
+
+        def random(x: Tensor) -> Tensor:
+            return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+
+        grads = {name: random(p) for name, p in state.params.items()}
+        leaves, self.spec = tree_flatten((tree.doubled(state.params), grads, tree.doubled(state.memory)))
+        self.leaves = [x.detach() for x in leaves]
+        fixed = len(state.params)  # weights come first, and mostly pass through
+        self.along = [random(x) if i >= fixed and tree.is_real(x) else None for i, x in enumerate(leaves)]
+        hypers = tree.doubled(problem.hypers_at(0))
+        self.hypers = {k: torch.where(v == 0, 0.01, v) if k in problem.learnt else v for k, v in hypers.items()}
+
+    def off(self, key: str, tangents: bool) -> float:
+        """How far off the derivative with respect to a value is, or to gradients and memory; 0 for near enough."""
+        near, far = (self._differences(key, shift) for shift in self.SHIFTS)
+        worst = 0.0
+        for part, difference in enumerate(near):
+            if not difference.any() or _apart(difference, far[part]) > 1e-3:  # no influence, or one that jumps
+                continue
+            slope = self._slope(key, part, difference / difference.square().sum(), tangents)
+            worst = max(worst, abs(float(slope) - 1))
+        return worst if worst > TOLERANCE else 0.0
+
+    def _update(self, leaves: list[Tensor], hypers: dict[str, Tensor]) -> list[Tensor]:
+        """New weights, and new memory, each as one vector."""
+        params, grads, memory = tree_unflatten(leaves, self.spec)
+        new: Any = self.problem.inner.update(params, grads, memory, hypers)
+        real = [[x.flatten() for x in tree.leaves(part) if tree.is_real(x)] for part in new]
+        return [torch.cat(part) for part in real if part]
+
+    def _moved(self, key: str, shift: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+        if key:
+            size = self.hypers[key].abs()
+            return self.leaves, self.hypers | {key: self.hypers[key] + shift * size}
+        return [x if d is None else x + shift * d for x, d in zip(self.leaves, self.along, strict=True)], self.hypers
+
+    def _differences(self, key: str, shift: float) -> list[Tensor]:
+        """Central differences of an update; zero where they are lost in rounding."""
+        with torch.no_grad():
+            above, below = (self._update(*self._moved(key, sign * shift)) for sign in (1, -1))
+        found = [(x - y) / (2 * shift) for x, y in zip(above, below, strict=True)]
+        return [d if d.norm() * shift > 1e-11 * x.norm() else 0 * d for d, x in zip(found, above, strict=True)]
+
+    def _slope(self, key: str, part: int, weights: Tensor, tangents: bool) -> Tensor:
+        """The derivative along the same, as the engine takes it, a weighted sum."""
+        here = torch.zeros((), dtype=torch.float64, device=weights.device)
+        if tangents:
+            found: Any = jvp(lambda x: self._update(*self._moved(key, x))[part], (here,), (torch.ones_like(here),))
+            slopes: Tensor = found[1]
+            return (weights * slopes).sum()
+        with torch.enable_grad():
+            made = self._update(*self._moved(key, here.requires_grad_()))[part]
+        return pulled_back([made], [here], [weights])[0]
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
