@@ -344,3 +344,33 @@ def test_exported_code_names_a_fixed_clip():
 
 def test_values_given_as_a_list_keep_their_digits():
     assert lh.Schedule.of({"lr": lh.Hyper(0.1)}, {"lr": [0.1]}, lh.sgd()).values == {"lr": (0.1,)}
+
+
+def of(rule, **values):
+    hypers = {key: lh.Hyper(value) for key, value in values.items()}
+    return lh.Schedule.of(hypers, {key: [value] for key, value in values.items()}, rule)
+
+
+def test_arguments_that_were_not_learnt_and_differ_are_warned_of():
+    model = torch.nn.Linear(2, 1)
+    nesterov = of(lh.sgd(momentum=0.9, nesterov=True, weight_decay=1e-2), lr=0.1)
+    said = (
+        r"learnt with momentum=0\.9, weight_decay=0\.01, nesterov=True, and SGD has momentum=0, weight_decay=0, "
+        r"nesterov=False: give it those values to train alike"
+    )
+    with pytest.warns(UserWarning, match=said):
+        nesterov.attach(torch.optim.SGD(nesterov.groups(model), lr=1.0), 10)
+    adamw = of(lh.adamw(beta2=0.99), lr=0.1)
+    with pytest.warns(UserWarning, match=r"learnt with beta2=0\.99, .*AdamW has beta2=0\.999"):
+        adamw.attach(torch.optim.AdamW(model.parameters(), weight_decay=lh.adamw().defaults["weight_decay"]), 10)
+
+
+def test_arguments_that_are_the_same_in_one_group_or_of_another_optimizer_are_not():
+    model = torch.nn.Linear(2, 1)
+    decays = of(lh.sgd(weight_decay=1e-2), lr=0.1)
+    groups = [{"params": [model.weight], "weight_decay": 1e-2}, {"params": [model.bias], "weight_decay": 0.0}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decays.attach(torch.optim.SGD(groups, lr=1.0), 10)
+        decays.attach(torch.optim.AdamW(model.parameters(), weight_decay=0.5), 10)
+        of(lh.sgd(momentum=0.9), lr=0.1, momentum=0.5).attach(torch.optim.SGD(model.parameters(), lr=1.0), 10)

@@ -1,8 +1,10 @@
 """A learnt schedule: save it, load it, stretch it to any number of steps, hand it to a torch optimizer."""
 
 import json
+import math
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -196,6 +198,7 @@ class ScheduleScheduler(LRScheduler):
             raise ValueError(f"attach(steps={steps!r}): expected the number of optimizer steps of the run, at least 1.")
         self.schedule, self.steps = schedule, int(steps)
         self.plan = _plan(optimizer, schedule)
+        _warn_of_others(optimizer, schedule)
         super().__init__(optimizer, last_epoch)
         self._set_others()
 
@@ -304,6 +307,25 @@ def _plan(optimizer: torch.optim.Optimizer, schedule: Schedule) -> list[dict[str
             f"none of them: give it some, or attach schedule.without({idle[0]!r})."
         )
     return plan
+
+
+def _warn_of_others(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    """Say which arguments that the schedule does not set are other ones, in every group, than it was learnt with."""
+    kind, rule = type(optimizer).__name__, schedule.rule
+    if kind.lower() != str(rule.get("name", "")).removeprefix("clipped "):
+        return
+    learnt_with, others = {**rule.get("fixed", {}), **rule.get("options", {})}, []
+    for arg, value in learnt_with.items():
+        groups = [group | dict(zip(BETAS, group.get("betas", ()), strict=False)) for group in optimizer.param_groups]
+        found = [group.get(arg, value) for group in groups]
+        if not any(math.isclose(float(one), float(value), rel_tol=1e-6) for one in found):
+            others.append((f"{arg}={value!r}", f"{arg}={found[0]!r}"))
+    if others:
+        had, has = (", ".join(texts) for texts in zip(*others, strict=True))
+        warnings.warn(
+            f"the schedule was learnt with {had}, and {kind} has {has}: give it those values to train alike.",
+            stacklevel=4,
+        )
 
 
 def _is_for(schedule: Schedule, key: str, optimizer: torch.optim.Optimizer, number: int) -> bool:
