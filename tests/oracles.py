@@ -65,6 +65,13 @@ def _clipped(params: list[Tensor], grads: list[Tensor], memory: Any, t: int, h: 
     return _sgd(params, grads, memory, t, h, nesterov=False)
 
 
+def _norm_clipped(params: list[Tensor], grads: list[Tensor], memory: Any, t: int, h: dict[str, Any]) -> Any:
+    norm = torch.cat([g.reshape(-1) for g in grads]).norm()
+    if norm + 1e-6 > h["grad_clip"]:
+        grads = [g * (h["grad_clip"] / (norm + 1e-6)) for g in grads]
+    return _sgd(params, grads, memory, t, h, nesterov=False)
+
+
 UPDATES = {
     "sgd": lambda *args: _sgd(*args, nesterov=False),
     "sgd-from-zero": lambda *args: _sgd(*args, nesterov=False),
@@ -74,6 +81,7 @@ UPDATES = {
     "adam-negative": lambda *args: _adam(*args, decoupled=False),
     "adamw": lambda *args: _adam(*args, decoupled=True),
     "clipped": _clipped,
+    "clipped-norm": _norm_clipped,
 }
 
 

@@ -335,6 +335,10 @@ RULES: dict[str, Setting] = {
         lh.clipped(lh.sgd(momentum=0.8), grad_clip=0.05),
         {"lr": _windows(0.2, 0.3), "grad_clip": lh.Hyper([0.03, 0.06], windows=2, step=0.01)},
     ),
+    "clipped-norm": Setting(
+        lh.clipped(lh.sgd(momentum=0.8), grad_clip=0.3, by="norm"),
+        {"lr": _windows(0.2, 0.3), "grad_clip": lh.Hyper([0.2, 0.4], windows=2, step=0.01)},
+    ),
 }
 
 

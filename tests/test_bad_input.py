@@ -470,6 +470,12 @@ CONSTRUCTORS = {
         r"clipped\(grad_clip=0.0\): the clip level must be a positive number",
     ),
     "grad_clip string": (lambda: lh.clipped(lh.sgd(), "a"), ValueError, r"clipped\(grad_clip='a'\)"),
+    "clipped by": (lambda: lh.clipped(lh.sgd(), 1.0, by="nrom"), ValueError, r"clipped\(by='nrom'\): expected 'value'"),
+    "clipped twice": (
+        lambda: lh.clipped(lh.clipped(lh.sgd(), 1.0), 1.0, by="norm"),
+        ValueError,
+        r"clipped sgd has a clip already",
+    ),
     "clipped nothing": (lambda: lh.clipped(3, 1.0), TypeError, r"clipped\(rule=3\): expected a rule such as"),
 }
 

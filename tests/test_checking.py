@@ -55,6 +55,7 @@ def test_what_is_lost_in_rounding_is_no_disagreement():
     assert rows[-1]["verdict"] == "ok; too small to tell from rounding: eps"
 
 
+@pytest.mark.filterwarnings("ignore::longhorizon.MissingDerivative")  # which says so, too
 def test_an_error_is_found_by_central_differences_alone(monkeypatch):
     """All engines share the rule, so that a derivative that it hides is one for central differences to find."""
     from longhorizon import rules

@@ -86,6 +86,7 @@ RULES = {
     "adam": (lh.adam(), {"lr": 0.01, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.01}),
     "adamw": (lh.adamw(), {"lr": 0.01, "beta1": 0.8, "weight_decay": 0.1}),
     "clipped": (lh.clipped(lh.sgd(), 0.05), {"lr": 0.1, "momentum": 0.5, "grad_clip": 0.05}),
+    "clipped by norm": (lh.clipped(lh.sgd(), 0.2, by="norm"), {"lr": 0.1, "momentum": 0.5, "grad_clip": 0.2}),
 }
 
 

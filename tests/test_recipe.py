@@ -5,6 +5,7 @@ import tomllib
 import pytest
 import torch
 
+import longhorizon as lh
 from longhorizon import data, recipe_text
 from longhorizon import recipe as recipes
 
@@ -71,3 +72,11 @@ def test_an_overridden_name_keeps_its_dash(tmp_path):
     assert made.outer_steps == 4
     made = recipes.load_recipe(None, {"hypers.weight-decay/fc-1.start": 0.2})
     assert "weight_decay/fc-1" in made.hypers
+
+
+def test_a_clip_by_the_norm():
+    recipe = recipes.make_recipe({"rule": {"name": "adamw", "grad_clip": 0.5, "clip_by": "norm"}})
+    assert recipes.rule_of(recipe) == lh.clipped(lh.adamw(), 0.5, by="norm")
+    for wrong in ({"clip_by": "norm"}, {"grad_clip": 1.0, "clip_by": "nrom"}):
+        with pytest.raises(recipes.RecipeError, match=r"rule\.clip_by = .*: expected 'value' or 'norm', beside rule\."):
+            recipes.rule_of(recipes.make_recipe({"rule": {"name": "sgd", **wrong}}))

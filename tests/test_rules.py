@@ -8,6 +8,7 @@ from torch import Tensor
 
 import longhorizon as lh
 from longhorizon import tree
+from longhorizon.problem import environment, make_problem
 from problems import RULES, draw
 
 SMALLEST = math.ulp(0.0)  # stands for momentum 0 in torch, which would freeze its buffer there (see `lh.sgd`)
@@ -59,6 +60,7 @@ TWINS = {
     "adam": (lh.adam(), Adam),
     "adamw": (lh.adamw(), AdamW),
     "clipped": (lh.clipped(lh.sgd(), 1.0), lambda p: Sgd(p, lr=0.1)),
+    "clipped-norm": (lh.clipped(lh.sgd(), 1.0, by="norm"), lambda p: Sgd(p, lr=0.1)),
 }
 
 
@@ -71,19 +73,26 @@ def weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {"matrix": draw(1, 3, 2).to(dtype), "vector": draw(2, 4).to(dtype), "scalar": draw(3).to(dtype)}
 
 
+def update(rule, params, grads, state, hypers):
+    grads = grads if rule.together is None else rule.together.change(grads, hypers)
+    return rule.update(params, grads, state, hypers)
+
+
 def run_both(rule, twin, schedules, as_tensors, steps=50):
     ours, theirs = weights(), [torch.nn.Parameter(p.clone()) for p in weights().values()]
     optimizer, state = twin(theirs), rule.init(ours)
     for t in range(steps):
         values = {name: schedules[name](t) for name in rule.defaults}
         given = {k: torch.tensor(v, dtype=torch.float64) for k, v in values.items()} if as_tensors else values
-        ours, state = rule.update(ours, gradient(ours, t), state, given)
+        ours, state = update(rule, ours, gradient(ours, t), state, given)
         for p, g in zip(
             theirs, gradient(dict(zip(ours, (p.detach() for p in theirs), strict=True)), t).values(), strict=True
         ):
             p.grad = g
         if "grad_clip" in values:
-            torch.nn.utils.clip_grad_value_(theirs, values.pop("grad_clip"))
+            by_norm = rule.options.get("clip_by") == "norm"
+            clip = torch.nn.utils.clip_grad_norm_ if by_norm else torch.nn.utils.clip_grad_value_
+            clip(theirs, values.pop("grad_clip"))
         optimizer.set(values)
         optimizer.step()
         for (name, p), q in zip(ours.items(), theirs, strict=True):
@@ -146,7 +155,7 @@ def test_dtype_and_structure_are_kept(name, as_tensors, dtype):
     for _ in range(3):
         before = (params, state)
         copies = tree.map(torch.clone, before)
-        params, state = rule.update(params, grads, state, hypers)
+        params, state = update(rule, params, grads, state, hypers)
         assert tree.equal(before, copies), "a rule wrote into its arguments"
         shapes = [tree.map(lambda x: (x.shape, x.dtype, x.device), side) for side in (before, (params, state))]
         assert shapes[0] == shapes[1]
@@ -158,7 +167,7 @@ def test_every_float_argument_is_listed_and_learnable(name):
     rule, _ = TWINS[name]
     same = [setting for setting in RULES.values() if setting.rule.name == rule.name]
     assert {key for setting in same for key in setting.hypers} >= set(rule.defaults) - {
-        *(("momentum", "dampening", "weight_decay") if name == "clipped" else ())  # sgd's own, learnt there
+        *(("momentum", "dampening", "weight_decay") if "clipped" in name else ())  # sgd's own, learnt there
     }
 
 
@@ -174,7 +183,7 @@ def test_jvp_is_vjp(name):
 
     def step(*leaves):
         params, grads, state, hypers = rebuild(leaves)
-        return tuple(tree.split(rule.update(params, grads, state, hypers))[0])
+        return tuple(tree.split(update(rule, params, grads, state, hypers))[0])
 
     v = tuple(draw(20 + i, *leaf.shape) for i, leaf in enumerate(real))
     outputs, pushed = torch.func.jvp(step, tuple(real), v)
@@ -247,3 +256,59 @@ def test_rules_of_the_same_arguments_are_equal():
     assert lh.sgd(nesterov=True) != lh.sgd()
     assert lh.adam(weight_decay=0.01) != lh.adamw(weight_decay=0.01)
     assert lh.clipped(lh.sgd(), 1.0) != lh.clipped(lh.adam(), 1.0)
+
+
+def two_groups(by_norm_of=1.0):
+    """A learning rate of its own for the weights: the rule then sees the parameters in two groups."""
+    hypers = {"lr": lh.Hyper(0.1), "lr/w": lh.Hyper(0.2, params="weight"), "grad_clip": lh.Hyper(by_norm_of)}
+    x = draw(5, 4, 3, 2)
+    task = lh.Task(
+        lambda: torch.nn.Linear(2, 1).double(),
+        lambda model, batch: model(batch).square().mean() * 10,
+        lambda seed: list(x),
+        lambda seed: [x[0]],
+    )
+    return task, hypers
+
+
+def test_the_norm_is_that_of_all_groups():
+    task, hypers = two_groups(0.5)
+    rule = lh.clipped(lh.sgd(), 0.5, by="norm")
+    found = lh.hypergradient(task, rule, hypers, steps=4, engine=lh.Adjoint())
+    with environment():
+        start = make_problem(task, rule, hypers, 4, 0).start.params
+    model = task.model()
+    model.load_state_dict(start)
+    groups = [{"params": [model.weight], "lr": 0.2}, {"params": [model.bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    for batch in task.train(0):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5
+        optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found.params[name], p.detach(), rtol=1e-12, atol=1e-14)
+    for engine in (lh.Forward(), lh.FiniteDifference()):
+        other = lh.hypergradient(task, rule, hypers, steps=4, engine=engine)
+        for key, g in found.grad.items():
+            torch.testing.assert_close(other.grad[key], g, rtol=1e-6, atol=1e-9)
+
+
+def test_a_norm_has_one_level_for_all_parameters():
+    task, hypers = two_groups()
+    hypers["grad_clip"] = lh.Hyper(1.0, params="weight")
+    with pytest.raises(ValueError, match="'grad_clip' has `params`, but 'grad_clip' is one for all parameters"):
+        lh.hypergradient(task, lh.clipped(lh.sgd(), 1.0, by="norm"), hypers, steps=4)
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint()], ids=repr)
+def test_a_gradient_of_zero_has_a_derivative_behind_a_norm(engine):
+    zeros = lambda: torch.nn.Linear(2, 1, bias=False).double().apply(lambda m: torch.nn.init.zeros_(m.weight))  # noqa: E731
+    batches = [torch.zeros(3, 2, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64)]
+    task = lh.Task(
+        zeros, lambda m, b: (m(b) - b.sum(1, keepdim=True)).square().mean(), lambda s: batches, lambda s: batches
+    )
+    hypers = {"lr": lh.Hyper(0.1), "grad_clip": lh.Hyper(0.5)}
+    found = lh.hypergradient(task, lh.clipped(lh.sgd(), 0.5, by="norm"), hypers, steps=2, engine=engine)
+    assert found.status.ok
+    assert all(bool(g.isfinite().all()) and g.abs().sum() > 0 for g in found.grad.values())

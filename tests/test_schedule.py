@@ -338,6 +338,9 @@ def test_exported_code_names_a_fixed_clip():
     """No torch optimizer has it, so that whoever carries the schedule on would train without."""
     hypers = {"lr": lh.Hyper(0.1)}
     clipped = lh.Schedule.of(hypers, {"lr": [0.1]}, lh.clipped(lh.sgd(), grad_clip=0.5))
+    by_norm = lh.Schedule.of(hypers, {"lr": [0.1]}, lh.clipped(lh.sgd(), 0.5, by="norm"))
+    assert "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5), " in to_python(by_norm)
+    assert "clip_by" not in to_python(by_norm)
     assert "torch.nn.utils.clip_grad_value_(model.parameters(), 0.5), optimizer.step()" in to_python(clipped)
     assert "clip" not in to_python(lh.Schedule.of(hypers, {"lr": [0.1]}, lh.sgd()))
 

@@ -7,6 +7,8 @@ from pprint import pformat
 
 from longhorizon.schedule import BETAS, Schedule, patterns
 
+CLIPS = ("grad_clip", "clip_by")  # no arguments of a torch optimizer
+
 _HEADER = '''"""Hyperparameters learnt by longhorizon, for {rule}.
 
     for step in range(total_steps):
@@ -135,7 +137,8 @@ def to_csv(schedule: Schedule, steps: int) -> str:
 def _clip(schedule: Schedule) -> str:
     """The call that a fixed clip of the gradient is in plain PyTorch."""
     level = schedule.rule.get("fixed", {}).get("grad_clip")
-    return "" if level is None else f"torch.nn.utils.clip_grad_value_(model.parameters(), {level!r}), "
+    by = schedule.rule.get("options", {}).get("clip_by", "value")
+    return "" if level is None else f"torch.nn.utils.clip_grad_{by}_(model.parameters(), {level!r}), "
 
 
 def _twin(schedule: Schedule) -> str:
@@ -146,7 +149,7 @@ def _twin(schedule: Schedule) -> str:
     defaults = dict(schedule.rule.get("defaults", {}))
     betas = [defaults.pop(beta) for beta in BETAS] if set(BETAS) <= set(defaults) else []
     fixed = {k: v for k, v in defaults.items() if k not in scheduled}
-    parts = [f"{k}={v!r}" for k, v in {**fixed, **schedule.rule.get("options", {})}.items() if k != "grad_clip"]
+    parts = [f"{k}={v!r}" for k, v in {**fixed, **schedule.rule.get("options", {})}.items() if k not in CLIPS]
     if betas and not set(BETAS) <= scheduled:
         parts.append(f"betas=({betas[0]!r}, {betas[1]!r})")
     return f"{twin}(…{''.join(', ' + p for p in parts)})" if twin else "the optimizer it was learnt with"

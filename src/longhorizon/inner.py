@@ -1,7 +1,7 @@
 """One pure optimizer step, and how it is put together from a model, a rule and hyperparameters.
 
     gradient: params, buffers, batch, hypers -> grads, buffers, loss       the expensive part, the user's model
-    update:   params, grads, memory, hypers  -> params, memory             the rule, elementwise and cheap
+    update:   params, grads, memory, hypers  -> params, memory             the rule, cheap
 
 Everything else in the package is a derivative of these two: the forward engine is their JVP, the adjoint
 their VJP. Nothing in here, or there, knows any optimizer by name.
@@ -74,6 +74,8 @@ class Inner:
         self, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers
     ) -> tuple[Params, tuple[Any, ...]]:
         """Apply the rule, group by group."""
+        if self.rule.together is not None:
+            grads = self.rule.together.change(grads, self.groups[0].values(hypers))
         new_params, new_memory = dict(params), []
         for group, remembered in zip(self.groups, memory, strict=True):
             moved, remembered = self.rule.update(
@@ -134,6 +136,8 @@ def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_
             arg = argument(key)
             if arg not in rule.defaults or (hyper.params is not None) is not specific:
                 continue
+            if specific and rule.together is not None and arg in rule.together.arguments:
+                raise ValueError(f"hyperparameter {key!r} has `params`, but {arg!r} is one for all parameters.")
             names = list(params) if hyper.params is None else select(key, hyper.params, params)
             for name in names:
                 other = entries[arg].get(name)

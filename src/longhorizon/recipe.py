@@ -174,13 +174,15 @@ def rule_of(recipe: Recipe) -> Rule:
     name = arguments.pop("name", "sgd")
     if name not in RULES:
         raise RecipeError(f"rule.name = {name!r}: unknown optimizer.{nearest(str(name), list(RULES))}")
-    grad_clip = arguments.pop("grad_clip", None)
+    grad_clip, clip_by = arguments.pop("grad_clip", None), arguments.pop("clip_by", None)
     known = [*RULES[name]().defaults, *RULES[name]().options]
     for argument in arguments:
         if argument not in known:
             raise RecipeError(f"rule.{argument}: {name} has no such argument.{nearest(argument, known)}")
     rule = RULES[name](**arguments)
-    return rule if grad_clip is None else rules.clipped(rule, grad_clip)
+    if clip_by is not None and (grad_clip is None or clip_by not in ("value", "norm")):
+        raise RecipeError(f"rule.clip_by = {clip_by!r}: expected 'value' or 'norm', beside rule.grad_clip, the level.")
+    return rule if grad_clip is None else rules.clipped(rule, grad_clip, clip_by or "value")
 
 
 def engine_of(recipe: Recipe) -> Engine | str:

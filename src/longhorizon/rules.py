@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from torch import Tensor
 Params = dict[str, Tensor]
 Values = Mapping[str, Any]  # argument name -> float or 0-dim tensor
 Update = Callable[[Params, Params, Any, Values], tuple[Params, Any]]
+
+
+class Together(NamedTuple):
+    """What is done to the gradients of all parameters, before each group's are given to `Rule.update`."""
+
+    arguments: tuple[str, ...]  # that it reads: they are one for all parameters
+    change: Callable[[Params, Values], Params]  # (grads, hypers) -> grads, pure
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class Rule:
         init: `params -> state`, a NamedTuple of tensors.
         update: `(params, grads, state, hypers) -> (params, state)`, pure, state of the same structure.
         options: the arguments that are not floats (`nesterov`), for the record.
+        together: for what needs all gradients at once, such as their norm: `update` sees one group of parameters.
     """
 
     name: str
@@ -36,6 +44,7 @@ class Rule:
     init: Callable[[Params], Any]
     update: Update
     options: Mapping[str, Any] = field(default_factory=dict)
+    together: Together | None = None
 
     def __post_init__(self) -> None:
         for argument, value in self.defaults.items():
@@ -114,19 +123,35 @@ def adamw(
     return Rule("adamw", defaults, _adam_init, _adam_update(decoupled=True))
 
 
-def clipped(rule: Rule, grad_clip: float) -> Rule:
-    """`rule` behind an elementwise clip of the gradient to ±`grad_clip`, itself learnable under that name.
+def clipped(rule: Rule, grad_clip: float, by: Literal["value", "norm"] = "value") -> Rule:
+    """`rule` behind a clip of the gradient at `grad_clip`, itself learnable under that name.
 
-    The clip belongs to the training run (`torch.nn.utils.clip_grad_value_` in plain PyTorch), so every engine
-    differentiates through it. It is not the clip of H·Z, which `Forward(clip=)` applies to the tangents alone.
+    The clip belongs to the training run, so every engine differentiates through it. It is not the clip of H·Z, which
+    `Forward(clip=)` applies to the tangents alone.
+
+    Args:
+        rule: what the clipped gradient is given to.
+        grad_clip: the level.
+        by: "value" clips every entry to ±`grad_clip`, as `torch.nn.utils.clip_grad_value_`. "norm" scales the gradient
+            of all parameters together where its norm is larger than `grad_clip`, as `clip_grad_norm_`.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"clipped(rule={rule!r}): expected a rule such as longhorizon.sgd().")
     if isinstance(grad_clip, bool) or not isinstance(grad_clip, Real) or not grad_clip > 0:
         raise ValueError(f"clipped(grad_clip={grad_clip!r}): the clip level must be a positive number.")
 
-    defaults = {**rule.defaults, "grad_clip": grad_clip}
-    return Rule(f"clipped {rule.name}", defaults, rule.init, _behind_a_clip(rule.update), rule.options)
+    if by not in ("value", "norm"):
+        raise ValueError(f"clipped(by={by!r}): expected 'value' or 'norm'.")
+    if "grad_clip" in rule.defaults:
+        raise ValueError(f"clipped(rule=…): {rule.name} has a clip already, and the level of both would be one value.")
+
+    name, defaults = f"clipped {rule.name}", {**rule.defaults, "grad_clip": grad_clip}
+    if by == "value":
+        return Rule(name, defaults, rule.init, _behind_a_clip(rule.update), rule.options, rule.together)
+    if rule.together is not None:
+        raise ValueError(f"clipped(rule=…, by='norm'): {rule.name} changes all gradients together already.")
+    options = {**rule.options, "clip_by": by}
+    return Rule(name, defaults, rule.init, rule.update, options, Together(("grad_clip",), _scaled_to_norm))
 
 
 # Functions are made once for each choice, so that rules of the same arguments are equal and share their traces.
@@ -164,6 +189,14 @@ def _behind_a_clip(inner: Update) -> Update:
         return inner(params, grads, state, h)
 
     return update
+
+
+def _scaled_to_norm(grads: Params, h: Values) -> Params:
+    squares = torch.stack([g.square().sum() for g in grads.values()]).sum()
+    some = squares > 0  # the root has no derivative at zero
+    norm = torch.where(some, squares, 1.0).sqrt()
+    scale = torch.where(some, h["grad_clip"] / (norm + 1e-6), 1.0).clamp(max=1.0)
+    return {name: g * scale for name, g in grads.items()}
 
 
 def _adam_init(params: Params) -> AdamState:
