@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import longhorizon as lh
+from longhorizon import functional
 from longhorizon.problem import environment, make_problem
 from problems import assert_identical, classify, held_out, mlp, pairs, problem, task_of, through_a_file
 
@@ -475,8 +477,14 @@ def bags():
     return Bags().double()
 
 
-def weight_norm():
-    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))).double()
+def weight_norm(dim=0):
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3), dim=dim)).double()
+
+
+def old_weight_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is to go
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 3))).double()
 
 
 def instance_norm():
@@ -495,7 +503,12 @@ REFUSED = {
     "spectral-adjoint": (spectral, lh.Adjoint(), CANNOT, r"buffer '0.parametrizations.weight.0._u'"),
     "bag-forward": (bags, lh.Forward(), CANNOT, r"_embedding_bag .*lh.Factorial\(\), which needs no derivative"),
     "bag-adjoint": (bags, lh.Adjoint(), CANNOT, r"_embedding_bag_backward.*lh.Factorial"),
-    "weight-norm": (weight_norm, lh.Forward(), TypeError, r"'0.parametrizations.weight.0' is weight-normed.*g \* v"),
+    "weight-norm": (
+        old_weight_norm,
+        lh.Forward(),
+        TypeError,
+        r"module '0' is weight-normed by a hook.*parametrizations",
+    ),
     "sync": (lambda: linear(nn.SyncBatchNorm(3)), "auto", TypeError, r"module '1' is SyncBatchNorm"),
     "instance": (instance_norm, "auto", TypeError, r"module '2' is InstanceNorm1d.*track_running_stats=False"),
     "own-norm": (lambda: linear(OwnNorm(3)), "auto", TypeError, r"module '1' is OwnNorm, a BatchNorm with a forward"),
@@ -512,6 +525,21 @@ def test_refused_by_name_before_the_run(name):
     with pytest.raises(error, match=words):
         lh.hypergradient(task_of(model), lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=9, engine=engine, progress=steps.append)
     assert steps == []
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_normalisation_is_differentiated_twice(dim):
+    task, hypers = task_of(lambda: weight_norm(dim)), {"lr": lh.Hyper(0.1, windows=2), "momentum": lh.Hyper(0.5)}
+    differences = lh.hypergradient(task, lh.sgd(), hypers, steps=9, engine=lh.FiniteDifference())
+    for engine in (lh.Forward(), lh.Adjoint(store="all"), lh.Adjoint(store="sqrt")):
+        found = lh.hypergradient(task, lh.sgd(), hypers, steps=9, engine=engine)
+        for key, g in differences.grad.items():
+            torch.testing.assert_close(found.grad[key], g, rtol=1e-6, atol=1e-9)
+    model, x = weight_norm(dim), torch.randn(4, 5, dtype=torch.float64)
+    ours = functional.Functional(task, model)
+    expected, params = model(x), dict(model.named_parameters())
+    with ours._holding({name: p.detach() for name, p in params.items()}):
+        torch.testing.assert_close(model(x), expected.detach(), rtol=1e-12, atol=1e-14)
 
 
 ALLOWED = {

@@ -38,9 +38,10 @@ class Functional:
     def __init__(self, task: Task, module: nn.Module):
         check_module(module)
         self._forwards = [
-            (part, partial(_batch_norm if isinstance(part, _BatchNorm) else _dropout, part))
+            (part, partial(ours, part))
             for part in module.modules()
-            if isinstance(part, _BatchNorm) or (type(part) is nn.Dropout and "forward" not in vars(part))
+            for kind, ours in _OURS.items()
+            if isinstance(part, kind) and (kind is _BatchNorm or (type(part) is kind and "forward" not in vars(part)))
         ]
         self.module = module
         self._task = task
@@ -153,10 +154,10 @@ def check_module(module: object) -> None:
                 f"module {name!r} is {type(part).__name__}, a BatchNorm with a forward of its own, whose running "
                 "statistics torch updates outside autograd: derive it from nn.Module and write them out of place."
             )
-        if isinstance(part, _WeightNorm) or any(isinstance(h, WeightNorm) for h in part._forward_pre_hooks.values()):
+        if any(isinstance(hook, WeightNorm) for hook in part._forward_pre_hooks.values()):
             raise TypeError(
-                f"module {name!r} is weight-normed: torch's second derivative of weight_norm is wrong. Write it as a "
-                "parametrization of your own, g * v / v.norm(dim=1, keepdim=True)."
+                f"module {name!r} is weight-normed by a hook, whose second derivative is wrong in torch: use "
+                "torch.nn.utils.parametrizations.weight_norm."
             )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise TypeError(
@@ -213,6 +214,15 @@ def _track(m: Any, mean: Tensor, var: Tensor) -> None:
 def _dropout(m: Any, x: Tensor) -> Tensor:
     """Dropout whose mask does not depend on how its input lies in memory, which differs under `torch.func`."""
     return F.dropout(x.contiguous(), m.p, m.training)
+
+
+def _weight_norm(m: Any, g: Tensor, v: Tensor) -> Tensor:
+    """Weight normalisation in plain operations: torch's own has a wrong second derivative."""
+    others = [d for d in range(v.ndim) if m.dim == -1 or d != m.dim % v.ndim]
+    return v * (g / v.square().sum(others, keepdim=True).sqrt())
+
+
+_OURS: dict[type, Callable[..., Tensor]] = {_BatchNorm: _batch_norm, nn.Dropout: _dropout, _WeightNorm: _weight_norm}
 
 
 def _mse_loss(
