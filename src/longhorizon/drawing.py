@@ -65,7 +65,7 @@ def interactive(panel: Panel) -> dict[str, Any]:
         layout["height"] = 64 + 40 * len(rows)
     if panel.marks:
         layout["shapes"] = [
-            {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
+            {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "layer": "above"}
             | {"line": {"color": MARK, "width": 1, "dash": "dot"}}
             for x in panel.marks
         ]
