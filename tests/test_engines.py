@@ -379,3 +379,9 @@ def test_a_parameter_without_dimensions_and_a_sum_with_alpha():
     ]
     assert torch.allclose(found[0], found[2], rtol=1e-3)
     assert torch.allclose(found[1], found[2], rtol=1e-3)
+
+
+def test_a_misspelt_key_of_eps_is_named():
+    case, setting = problem("mlp"), RULES["sgd"]
+    with pytest.raises(ValueError, match="eps has the key 'lrr', which is not learnt. Did you mean 'lr'"):
+        compute(case, setting, lh.FiniteDifference(eps={"lrr": 1e-3}))

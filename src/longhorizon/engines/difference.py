@@ -58,9 +58,11 @@ class FiniteDifference:
 
     def runs(self, problem: Problem) -> list[tuple[str, int, int]]:
         """The shifted runs, as (key, window, direction)."""
-        for key in self.only or ():
-            if key not in problem.learnt:
-                raise ValueError(f"only has the key {key!r}, which is not learnt.{nearest(key, problem.learnt)}")
+        per_key = {"only": self.only or {}, "eps": self.eps if isinstance(self.eps, Mapping) else {}}
+        for name, given in per_key.items():
+            for key in given:
+                if key not in problem.learnt:
+                    raise ValueError(f"{name} has the key {key!r}, which is not learnt.{nearest(key, problem.learnt)}")
         return [(key, w, sign) for key in problem.learnt for w in self.windows(problem, key) for sign in (1, -1)]
 
     def shifted(self, problem: Problem, key: str, w: int, sign: int) -> Problem:
