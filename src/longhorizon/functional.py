@@ -81,7 +81,7 @@ class Functional:
 
     @contextmanager
     def _holding(self, tensors: dict[str, Tensor]) -> Iterator[None]:
-        """The module with these tensors in it, and our BatchNorm; afterwards it is the user's again.
+        """The module with these tensors in it, and our way through some layers; afterwards it is the user's again.
 
         A tensor that it replaces is replaced in the dictionary, too. As torch's `functional_call`, which however leaves
         the tensors in a module that is used under two names.

@@ -314,9 +314,9 @@ def _warn_of_others(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Non
     kind, rule = type(optimizer).__name__, schedule.rule
     if kind.lower() != str(rule.get("name", "")).removeprefix("clipped "):
         return
+    groups = [group | dict(zip(BETAS, group.get("betas", ()), strict=False)) for group in optimizer.param_groups]
     learnt_with, others = {**rule.get("fixed", {}), **rule.get("options", {})}, []
     for arg, value in learnt_with.items():
-        groups = [group | dict(zip(BETAS, group.get("betas", ()), strict=False)) for group in optimizer.param_groups]
         found = [group.get(arg, value) for group in groups]
         if not any(math.isclose(float(one), float(value), rel_tol=1e-6) for one in found):
             others.append((f"{arg}={value!r}", f"{arg}={found[0]!r}"))
