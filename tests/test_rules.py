@@ -8,8 +8,9 @@ from torch import Tensor
 
 import longhorizon as lh
 from longhorizon import tree
+from longhorizon.inner import Inner, in_one
 from longhorizon.problem import environment, make_problem
-from problems import RULES, draw
+from problems import RULES, draw, hypers_for, problem
 
 SMALLEST = math.ulp(0.0)  # stands for momentum 0 in torch, which would freeze its buffer there (see `lh.sgd`)
 
@@ -159,6 +160,43 @@ def test_dtype_and_structure_are_kept(name, as_tensors, dtype):
         assert tree.equal(before, copies), "a rule wrote into its arguments"
         shapes = [tree.map(lambda x: (x.shape, x.dtype, x.device), side) for side in (before, (params, state))]
         assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_group_moves_as_one_vector(name):
+    rule, _ = TWINS[name]
+    apart = together = (weights(), rule.init(weights()))
+    assert in_one(rule) is not rule.update
+    for t in range(3):
+        hypers = {k: torch.tensor(SCHEDULES[k](t), dtype=torch.float64) for k in rule.defaults}
+        apart = rule.update(apart[0], gradient(apart[0], t), apart[1], hypers)
+        together = in_one(rule)(together[0], gradient(together[0], t), together[1], hypers)
+        assert tree.equal(apart, together)
+        assert [x.shape for x in tree.leaves(apart)] == [x.shape for x in tree.leaves(together)]
+    mixed = weights() | {"vector": weights(torch.float32)["vector"]}  # no vector can hold them
+    grads = {name: torch.ones_like(p) for name, p in mixed.items()}
+    kept = in_one(rule)(mixed, grads, rule.init(mixed), hypers)
+    assert tree.equal(kept, rule.update(mixed, grads, rule.init(mixed), hypers))
+
+
+@pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint(compile=True)], ids=str)
+@pytest.mark.parametrize("name", ["sgd-from-zero", "adamw", "clipped"])
+def test_hypergradients_of_a_group_that_moves_as_one_vector(name, engine, monkeypatch):
+    """As on a GPU."""
+    case, setting = problem("buffers"), RULES[name]
+    given = {"steps": 4, "seed": 3, "engine": engine}
+    apart = lh.hypergradient(case.task, setting.rule, hypers_for(case, setting), **given)
+    joined = []
+
+    def pure_update(self, *args):
+        joined.append(len(args[0]))
+        return self._apply(in_one(self.rule), *args)
+
+    monkeypatch.setattr(Inner, "pure_update", pure_update)
+    together = lh.hypergradient(case.task, setting.rule, hypers_for(case, setting), **given)
+    assert joined
+    for key, g in apart.grad.items():
+        assert (g - together.grad[key]).abs().max() <= 1e-9 * g.abs().max()
 
 
 @pytest.mark.parametrize("name", TWINS)

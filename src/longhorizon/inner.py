@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from longhorizon import tree
 from longhorizon.functional import Buffers, Functional
 from longhorizon.hypers import Hyper, argument, nearest, select
-from longhorizon.rules import Params, Rule
+from longhorizon.rules import Params, Rule, Update
 
+_WHOLE = ("all parameters",)  # the name of the vector of a group
 Hypers = dict[str, Tensor]  # key -> 0-dim tensor, the values of one step
 
 
@@ -74,13 +75,26 @@ class Inner:
         self, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers
     ) -> tuple[Params, tuple[Any, ...]]:
         """Apply the rule, group by group."""
+        return self._apply(self.rule.update, params, grads, memory, hypers)
+
+    def pure_update(
+        self, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers
+    ) -> tuple[Params, tuple[Any, ...]]:
+        """The same, to be traced. On a GPU with fewer operations, where the rule allows it: they are compiled.
+
+        On a CPU pieces of a vector are not always where whole tensors would be, and what reads them rounds differently.
+        """
+        on_gpu = any(p.is_cuda for p in params.values())
+        return self._apply(in_one(self.rule) if on_gpu else self.rule.update, params, grads, memory, hypers)
+
+    def _apply(
+        self, update: Update, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers
+    ) -> tuple[Params, tuple[Any, ...]]:
         if self.rule.together is not None:
             grads = self.rule.together.change(grads, self.groups[0].values(hypers))
         new_params, new_memory = dict(params), []
         for group, remembered in zip(self.groups, memory, strict=True):
-            moved, remembered = self.rule.update(
-                group.pick(params), group.pick(grads), remembered, group.values(hypers)
-            )
+            moved, remembered = update(group.pick(params), group.pick(grads), remembered, group.values(hypers))
             new_params.update(moved)
             new_memory.append(remembered)
         return new_params, tuple(new_memory)
@@ -108,7 +122,7 @@ class Inner:
     def pure_step(self, state: State, batch: Any, hypers: Hypers) -> tuple[State, Tensor]:
         """The same as a pure function, to be traced."""
         grads, buffers, loss = self.pure_gradient(state.params, state.buffers, batch, hypers)
-        new_params, memory = self.update(state.params, grads, state.memory, hypers)
+        new_params, memory = self.pure_update(state.params, grads, state.memory, hypers)
         return State(new_params, buffers, memory), loss
 
     def pure_gradient(
@@ -122,6 +136,34 @@ class Inner:
 
         grads, (value, after) = torch.func.grad(loss, has_aux=True)(params)
         return grads, after, value
+
+
+def in_one(rule: Rule) -> Update:
+    """The rule's update with all parameters of a group as one vector, where every entry moves by itself."""
+    if not rule.elementwise:
+        return rule.update
+
+    def update(params: Params, grads: Params, memory: Any, values: Any) -> tuple[Params, Any]:
+        if len(params) == 1 or len({(x.dtype, x.device) for x in (*params.values(), *grads.values())}) > 1:
+            return rule.update(params, grads, memory, values)
+        names = tuple(params)
+
+        def whole(part: Any) -> bool:
+            return isinstance(part, dict) and tuple(part) in (names, _WHOLE)
+
+        def joined(part: Any) -> Any:
+            return {_WHOLE[0]: torch.cat([x.flatten() for x in part.values()])} if whole(part) else part
+
+        def apart(part: Any) -> Any:
+            if not whole(part):
+                return part
+            pieces = part[_WHOLE[0]].split([x.numel() for x in params.values()])
+            return {name: piece.view(params[name].shape) for name, piece in zip(names, pieces, strict=True)}
+
+        moved, after = rule.update(joined(params), joined(grads), tree_map(joined, memory, is_leaf=whole), values)
+        return apart(moved), tree_map(apart, after, is_leaf=whole)
+
+    return update
 
 
 def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_loss: bool) -> tuple[Group, ...]:

@@ -276,7 +276,7 @@ def _one_column(
         return (grads, tree.split(after)[0]), (grads, after, value)
 
     def update(params: Any, grads: Any, memory: Any, learnt: Any) -> Any:
-        after = inner.update(params, grads, with_memory(memory), hypers | learnt)
+        after = inner.pure_update(params, grads, with_memory(memory), hypers | learnt)
         return (list(after[0].values()), tree.split(after[1])[0]), after
 
     _, (dgrads, dbuffers), (grads, new_buffers, loss) = _jvp(

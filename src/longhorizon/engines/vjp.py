@@ -102,7 +102,7 @@ def pure_step_back(
         return value + weight * torch.stack(later).sum() if later else value, value
 
     def update(params: Any, grads: Any, memory: Any, learnt: Any) -> Any:
-        new_params, new_memory = inner.update(params, grads, with_memory(memory), hypers | learnt)
+        new_params, new_memory = inner.pure_update(params, grads, with_memory(memory), hypers | learnt)
         return new_params, tree.split(new_memory)[0]
 
     def gradients(params: Any, weight: Tensor) -> Any:
