@@ -2,7 +2,9 @@
 
 An entrant is a method with one seed: `fds-adjoint`, `bohb`. Each is a comparison of its own (`lh.compare`) in a folder
 of its own under `--work`, so one call can do one and another call the next, and a call that is stopped goes on where it
-was. `gathered` reads all that is there.
+was. What an entrant has done is also kept, small enough to be committed, in experiments/results/NAME-entrants/, so
+that the figure can be made again, and entrants added to it, where the folders are not. `gathered` reads all that is
+there.
 
 The protocol is that of section 5.4 and Appendix C: WRN-16-1 on CIFAR-10, batches of 256, 5 % held out anew for every
 run, all values from zero, γ = 0.1, 0.15 and 4e-4 over ten outer steps, which is the range α ∈ [−1, 1], β ∈ [−1.5, 1.5],
@@ -27,7 +29,7 @@ from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.registry import chosen
 from longhorizon.rivals.testing import Tested, read_tests
 from longhorizon.rundir import RunDirectory
-from longhorizon.tuning import OuterStep
+from longhorizon.tuning import plain
 
 EVERY = 60.0  # seconds between lines of progress
 USUAL = (1.0, 10.0)  # epochs of FDS's outer steps, the last one repeating
@@ -123,6 +125,8 @@ class Contest:
         self.settings = settings | {"steps": self.steps, "steps_per_epoch": self.epoch}
         self.settings |= {"data": record.title(images, args)}
         self.folder = record.Work(args, name, self.settings).folder
+        beside = args.out.parent if args.out else args.work if args.smoke else record.RESULTS
+        self.kept = self._place_to_keep(beside / f"{name}-entrants")
 
     def run(self, entrant: Entrant, seed: int, budget: str = PLAIN) -> None:
         """Let an entrant go on with its budget, and test what it chose."""
@@ -176,7 +180,26 @@ class Contest:
         say(f"{label}: done")
 
     def gathered(self) -> "Gathered":
-        return gathered(self.folder)
+        """What all entrants have done so far, here or as it was kept; what is here is kept, too."""
+        found = {
+            f"{e.card['label']}-{e.card['seed']}": e for e in map(_read, sorted(self.folder.glob("*/entrant.json")))
+        }
+        if self.kept is not None:
+            for name, one in found.items():
+                if one.tests:
+                    record.write(self.kept / f"{name}.json", one.to_dict())
+            found = {path.stem: Entered.read(path) for path in kept(self.kept)} | found
+        return gathered([found[name] for name in sorted(found)])
+
+    def _place_to_keep(self, place: Path) -> Path | None:
+        """The folder of entrants that were kept, if they had these settings."""
+        settings, path = json.loads(json.dumps(plain(self.settings))), place / "settings.json"
+        if not path.exists():
+            record.write(path, settings)
+        elif json.loads(path.read_text()) != settings:
+            say(f"{path} has other settings: nothing is read from there, or kept")
+            return None
+        return place
 
     def outer_steps_of(self, label: str, seed: int) -> list[Evaluation]:
         """The evaluations of an entrant that has run, FDS's last being of what it ended with."""
@@ -205,27 +228,66 @@ class Gathered:
     evaluations: list[Evaluation]
     tests: list[Tested]
     untested: dict[str, int]  # choices that were not tested, by entrant
-    outer_steps: dict[tuple[str, int], list[OuterStep]]  # by label and seed, of those that differentiate
+    outer_steps: dict[tuple[str, int], list[dict[str, Any]]]  # by label and seed, of those that differentiate
 
 
-def gathered(folder: Path) -> Gathered:
-    """What the entrants in a folder have done so far."""
+@dataclass(frozen=True)
+class Entered:
+    """One entrant: who it is, all it has tried, what was tested, and its outer steps where it differentiates."""
+
+    card: dict[str, Any]
+    evaluations: list[Evaluation]
+    tests: list[Tested]
+    outer_steps: list[dict[str, Any]]  # of each: index, steps, mean, doubts, held, engine
+
+    def to_dict(self) -> dict[str, Any]:
+        evaluations, tests = [e.to_dict() for e in self.evaluations], [asdict(t) for t in self.tests]
+        return vars(self) | {"evaluations": evaluations, "tests": tests}
+
+    @classmethod
+    def read(cls, path: Path) -> "Entered":
+        content = json.loads(path.read_text())
+        evaluations = [Evaluation.from_dict(e) for e in content["evaluations"]]
+        return cls(content["card"], evaluations, [Tested(**t) for t in content["tests"]], content["outer_steps"])
+
+
+def kept(place: Path) -> list[Path]:
+    """The files of the entrants that are kept in a folder."""
+    return [path for path in place.glob("*.json") if path.name != "settings.json"]
+
+
+def _read(card: Path) -> Entered:
+    """An entrant from its folder."""
+    content, journal = json.loads(card.read_text()), card.with_name("journal.jsonl")
+    steps = RunDirectory(card.parent / f"{content['method']}-{content['seed']}").journal()
+    seen = [
+        {"index": s.index, "steps": s.steps, "doubts": s.doubts, "held": s.held, "engine": s.engine}
+        | {"mean": {key: record.rounded(v) for key, v in s.mean.items()}}
+        for s in steps
+    ]
+    return Entered(
+        content,
+        Ledger(journal).all() if journal.exists() else [],
+        [t for t in read_tests(card.with_name("tests.jsonl")) if t.scores],
+        seen,
+    )
+
+
+def gathered(entrants: list[Entered]) -> Gathered:
+    """What these entrants have done so far."""
     cards, evaluations, tests, untested, outer_steps = [], [], [], {}, {}
-    for path in sorted(folder.glob("*/entrant.json")):
-        card = json.loads(path.read_text())
-        journal = path.with_name("journal.jsonl")
-        own = Ledger(journal).all() if journal.exists() else []
-        known = [t for t in read_tests(path.with_name("tests.jsonl")) if t.scores]
-        keys = {t.key for t in known}
-        if missing := sum(e.best and e.key not in keys for e in own):
-            untested[f"{card['label']}-{card['seed']}"] = missing
+    for one in entrants:
+        label, seed = one.card["label"], one.card["seed"]
+        keys = {t.key for t in one.tests}
+        if missing := sum(e.best and e.key not in keys for e in one.evaluations):
+            untested[f"{label}-{seed}"] = missing
         if not keys:
             continue
-        cards.append(card)
-        if steps := RunDirectory(path.parent / f"{card['method']}-{card['seed']}").journal():
-            outer_steps[card["label"], card["seed"]] = steps
-        evaluations += [replace(e, method=card["label"], best=e.best and e.key in keys) for e in own]
-        tests += [replace(t, method=card["label"]) for t in known]
+        cards.append(one.card)
+        if one.outer_steps:
+            outer_steps[label, seed] = one.outer_steps
+        evaluations += [replace(e, method=label, best=e.best and e.key in keys) for e in one.evaluations]
+        tests += [replace(t, method=label) for t in one.tests]
     return Gathered(cards, evaluations, tests, untested, outer_steps)
 
 

@@ -6,7 +6,8 @@ Shows: test accuracy of what each method chose, and its regret over time against
 Command: python experiments/figure1.py --data-root DATA --methods fds --seeds 0,1,2
          python experiments/figure1.py --data-root DATA --methods bohb --budget 2h         and so on, in any order
     One call does the methods and seeds that it names and goes on where they stopped; a larger --budget goes further.
-    Every call writes experiments/results/figure1.json from all that is in --work; `--gather` does only that.
+    Every call keeps what the entrants in --work have done in experiments/results/figure1-entrants/ and writes
+    figure1.json from all that is kept; `--gather` does only that.
 Time:    in the result file, per method. The paper: FDS 3 hours, BOHB 55 to 60 hours on an RTX 2080 Ti.
 Paper:   FDS 89.4 ± 0.3 %, BOHB 89.1 ± 0.5 %, BO 84.5 ± 5.2 %, Hyperband 84.1 ± 4.1 %, random search 80.8 ± 4.9 %,
     hypergradient descent 80.6 ± 1.0 %; zero regret after 3 hours (FDS) and 60 (BOHB), the others not in 100.
@@ -150,11 +151,10 @@ def write(args: Any, one: contest.Contest) -> None:
 def seen(found: contest.Gathered, e: Evaluation) -> dict[str, Any]:
     """What the outer step of an evaluation saw: hypergradients per inner step, and what speaks against them."""
     steps = found.outer_steps.get((e.method, e.seed), [])
-    step = next((s for s in steps if (s.index, s.steps) == (e.trial, e.steps)), None)
-    if step is None:  # trained with what FDS had ended with
+    seen = next((s for s in steps if (s["index"], s["steps"]) == (e.trial, e.steps)), None)
+    if seen is None:  # trained with what FDS had ended with
         return {}
-    mean = {key: rounded(v) for key, v in step.mean.items()}
-    return {"mean": mean, "doubts": step.doubts, "held": step.held, "engine": step.engine}
+    return {name: seen[name] for name in ("mean", "doubts", "held", "engine")}
 
 
 def numbers(name: str, text: str, kind: Any) -> list[Any]:

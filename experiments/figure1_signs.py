@@ -14,19 +14,16 @@ FDS's. One that is less than two standard errors from zero is not counted. Resul
 are in --work are written.
 """
 
-import math
 from typing import Any
 
 import contest
 import record
-import torch
 from figure1 import numbers
 from record import rounded, say
 
 import longhorizon as lh
 from longhorizon.engines.design import hadamard
 from longhorizon.rivals.ledger import Evaluation
-from longhorizon.tuning import OuterStep
 
 SURE = 2.0  # standard errors
 SEED = 1_000_003  # far from those of tuning
@@ -58,9 +55,16 @@ def main() -> None:
         say(f"{name}: {2 * pairs} training runs")
         point = work.unit(name, lambda i=index, n=steps: measured(one, own, found, i, n, pairs))
         say(f"{name}: {point['right']} of {point['sure']} signs right, of {point['values']} values")
+    kept = [] if args.smoke else (record.known("figure1_signs") or {}).get("points", [])
     points = [work.unit(path.stem, dict) for path in sorted(work.folder.glob("fds*.json"))]
+    here = {_which(point) for point in points}
+    points = sorted([*points, *(point for point in kept if _which(point) not in here)], key=_which)
     content = {"settings": one.settings, "seconds": work.seconds(), "points": points}
     record.finish(args, "figure1_signs", content)
+
+
+def _which(point: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(point[name] for name in ("method", "seed", "index", "steps", "pairs"))
 
 
 def measured(
@@ -76,7 +80,7 @@ def measured(
         one.task, one.rule, hypers, steps=steps, engine=lh.Factorial(distance, pairs), seed=SEED + index
     )
     assert truth.error is not None
-    seen = next((s for s in found.outer_steps.get((at.method, at.seed), []) if s.index == index), None)
+    seen = next((s for s in found.outer_steps.get((at.method, at.seed), []) if s["index"] == index), None)
     rows = {}
     for key in hypers:
         slopes, errors = (part[key].tolist() for part in (truth.grad, truth.error))
@@ -114,15 +118,15 @@ def apart(key: str, value: float) -> float:
     return 0.1 if key == "momentum" else max(0.5 * abs(value), 1e-4)
 
 
-def followed(at: Evaluation, after: Evaluation, seen: OuterStep | None, key: str, window: int) -> int:
+def followed(at: Evaluation, after: Evaluation, seen: dict[str, Any] | None, key: str, window: int) -> int:
     """The sign of FDS's hypergradient of a value: as it was written down, or else by where the value went.
 
     Nothing where the gate held the value.
     """
-    if seen and window in seen.held.get(key, []):
+    if seen and window in seen["held"].get(key, []):
         return 0
-    sign = seen.mean[key][window].item() if seen else at.values[key][window] - after.values[key][window]
-    return 0 if math.isnan(sign) else int(torch.tensor(sign).sign())
+    sign = seen["mean"][key][window] if seen else at.values[key][window] - after.values[key][window]
+    return (sign > 0) - (sign < 0) if sign is not None else 0  # none where it was not finite
 
 
 if __name__ == "__main__":

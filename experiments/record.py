@@ -207,6 +207,13 @@ def finish(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None
     say(f"written: {out}")
 
 
+def known(name: str) -> dict[str, Any] | None:
+    """A result that was written before, here or by somebody else."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found
+
+
 def compiles(choice: str, device: str) -> Any:
     """What `--compile` means for an engine: where many runs share a step, "auto" compiles on a GPU, however short."""
     if choice == "auto":

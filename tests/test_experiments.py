@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,6 +180,21 @@ def test_table_is_that_of_the_results():
     assert tables.rendered(text) == text, "run python experiments/tables.py"
 
 
+def test_figure1_is_that_of_its_entrants():
+    """What is kept of each is all that the table is made of."""
+    import contest
+    import record
+
+    from longhorizon.rivals.regret import table
+    from longhorizon.tuning import plain
+
+    found = record.known("figure1")
+    kept = contest.gathered(
+        [contest.Entered.read(path) for path in sorted(contest.kept(record.RESULTS / "figure1-entrants"))]
+    )
+    assert [plain(vars(row)) for row in table(kept.evaluations, kept.tests, found["against"])] == found["table"]
+
+
 def test_rival_of_figure4_is_shown_where_it_is_known(tmp_path):
     import tables
 
@@ -234,6 +250,9 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     learnt = {c["method"]: c["values"] for c in both["choices"] if c["seed"] == 0}
     assert learnt["fds-adjoint"] == learnt["fds-forward-clip10"]  # by the signs of the same hypergradients
     assert [s["steps"] for s in both["outer_steps"] if s["method"] == "fds-adjoint"] == [7, 7, 7, 22]
+    shutil.rmtree(tmp_path / "work" / "figure1-smoke")
+    again = inside("figure1", "--gather")  # from what was kept of each entrant
+    assert lasting(again) | {"command": both["command"]} == lasting(both)
     signs = inside("figure1_signs", "--label", "fds-forward-clip10", "--at", "0,2")
     assert [(p["index"], p["steps"], p["values"]) for p in signs["points"]] == [(0, 7, 9), (2, 7, 9)]
     seen = next(s for s in both["outer_steps"] if (s["method"], s["index"]) == ("fds-forward-clip10", 2))
