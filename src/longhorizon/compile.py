@@ -145,6 +145,8 @@ def _trace(
     at: tuple[Any, ...],
 ) -> Callable[[list[Any]], Any] | None:
     """The traced function, of the leaves of its arguments; or None with a warning."""
+    if any(isinstance(x, Tensor) and x.is_cuda for x in pytree.tree_leaves(args)):
+        cuda.get_ready()
     expected = plain(*at)
     try:
         reseed()

@@ -19,8 +19,15 @@ Precision = Literal["float32", "tf32", "float64"]
 _asked: Precision | None = None  # by the innermost `precision`
 
 # The compiler would lay the model's own images out channels last, for cuDNN. Tangents are channels first; what reads
-# both then reads one of them with a stride.
-_OPTIONS: Any = {"layout_optimization": False}
+# both then reads one of them with a stride. The others are searches that take a seventh of the compiling and found
+# nothing: steps are as fast without them.
+_OPTIONS: Any = {
+    "layout_optimization": False,
+    "loop_ordering_after_fusion": False,
+    "max_fusion_buffer_group_pairwise_attempts": 4,
+    "reorder_for_peak_memory": False,
+    "triton.coalesce_tiling_analysis": False,
+}
 
 
 @contextmanager
@@ -79,7 +86,7 @@ def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], Non
         try:
             fast = _inductor(graph, args)
         except Exception:  # another release of torch, where the short way may be another one
-            fast = torch.compile(graph, fullgraph=True, dynamic=False, options=_OPTIONS)
+            fast = torch.compile(graph, fullgraph=True, dynamic=False, options={"layout_optimization": False})
         reseed()
         fast(*args)
         if _is_random(graph):
@@ -88,21 +95,34 @@ def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], Non
         return Recorded(fast, args)
 
 
+def get_ready() -> None:
+    """Start the compiler's processes, which takes seconds, while a step is traced for them."""
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+    except Exception:  # another release of torch: it starts them later by itself
+        return
+
+
 def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]]:
-    """Torch's compiler without Dynamo in front of it, which would take a flat graph apart to put it together again.
+    """Torch's compiler without Dynamo and autograd in front of it: a flat graph need not be taken apart.
 
     Half of the cold start. Shapes are static; the mode with a (then empty) ShapeEnv is what the cache on disk asks for.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
     shapes = [mode.from_tensor(x, static_shapes=True) for x in args]
     with tracing(TracingContext(mode)), config.patch(_OPTIONS):
-        made: Any = compile_fx(graph, shapes)
-    fast: Callable[..., list[Tensor]] = made
-    return fast
+        with mode:
+            flat = make_fx(graph, decomposition_table=select_decomp_table())(*shapes)
+        made: Any = compile_fx_inner(flat, shapes, is_inference=True)
+    return lambda *given: list(made(list(given)))  # it empties the list that it is given
 
 
 def tidy() -> None:
