@@ -120,6 +120,10 @@ class AdjointRun:
         self.window: dict[int, State] = {}  # states of the stretch in hand, by step
         self._replayed = problem.start  # where a replay has got to,
         self._at = 0  # and at which step
+        self._again: dict[int, Tensor] = {}  # losses of a replay that is not exact
+        # Where all states were kept, fast kernels were used; a resumed run on a GPU repeats them to rounding only, and
+        # that may grow from one step to the next.
+        self.exact = problem.device.type == "cpu" or not self.keep_all
         if saved is None:
             start = problem.start if start is None else start
             self.phase, self.t = "train", first
@@ -245,15 +249,17 @@ class AdjointRun:
 
     def _replay(self) -> None:
         """One step of the stretch that leads to the step in hand; at its end, a check that it led there."""
-        self._replayed, _ = self._step(self._replayed, self._at)
+        self._replayed, loss = self._step(self._replayed, self._at)
+        if not self.exact:
+            if not self._again:  # it begins with the very state
+                check_repeated(self._at, self.watch.losses[self._at], loss)
+            self._again[self._at] = loss
         self._at += 1
         if self._at < self.t:
             self.window[self._at] = self._replayed
             return
         end = self.state if self.t == self.last else self.points.get(self.t)
-        # Where all states were kept, fast kernels were used; a resumed run on a GPU repeats them to rounding only.
-        exact = self.problem.device.type == "cpu" or not self.keep_all
-        if exact and end is not None and not tree.equal(self._replayed, end):
+        if self.exact and end is not None and not tree.equal(self._replayed, end):
             raise ReplayError(
                 f"repeating training from step {min(self.window)} to {self.t} gave other weights than the run itself: "
                 "Task.train or the model is random beyond its seed, or a kernel is not deterministic (then use "
@@ -267,13 +273,13 @@ class AdjointRun:
         if step not in self.window:
             self._at = self.first + (step - self.first) // self.stretch * self.stretch
             self._replayed = self.points[self._at]
-            self.window = {self._at: self._replayed}
+            self.window, self._again = {self._at: self._replayed}, {}
             self.phase = "replay"
             return
         assert self.cotangent is not None
         self.cotangent, hypers, loss = self._step_back(self.window.pop(step), step, self.cotangent)
         if step == self.first or (self.last - step) % self.watch.every == 0:
-            check_repeated(step, self.watch.losses[step], loss)
+            check_repeated(step, self._again.get(step, self.watch.losses[step]), loss)
         for key, g in hypers.items():
             old = self.per_step[key][step]
             self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
