@@ -64,9 +64,10 @@ class Fds(Method):
 
 
 class GreedyScheme(Method):
-    """The same outer loop on hypergradients that look `horizon` steps ahead, the paper's section 5.2.
+    """The same outer loop on hypergradients that look `horizon` steps ahead, the paper's section 3.2.
 
-    No tricks: values are not carried from step to step as hypergradient descent carries them.
+    No tricks: values are not carried from step to step as hypergradient descent carries them. All move at once; the
+    paper's section 5.2 learns one step's before the next is taken, which is `stepwise.py`.
     """
 
     name = "greedy"
