@@ -179,6 +179,26 @@ def test_a_group_moves_as_one_vector(name):
     assert tree.equal(kept, rule.update(mixed, grads, rule.init(mixed), hypers))
 
 
+def test_a_rule_that_is_not_elementwise_is_found_out():
+    """It would train otherwise on a GPU than on a CPU."""
+
+    def update(params, grads, state, h):
+        return {name: p - h["lr"] * grads[name] / grads[name].norm() for name, p in params.items()}, state
+
+    task = problem("mlp").task
+    for rule, right in (
+        (lh.Rule("by norm", {"lr": 0.1}, lambda params: (), update, elementwise=True), False),
+        (lh.adamw(), True),
+    ):
+        with environment():
+            p = make_problem(task, rule, {"lr": lh.Hyper(0.1)}, 3, 0)
+            if right:
+                p.inner.check_elementwise(p.start)
+                continue
+            with pytest.raises(ValueError, match=r"the rule 'by norm' has elementwise=True, but moves"):
+                p.inner.check_elementwise(p.start)
+
+
 @pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint(compile=True)], ids=str)
 @pytest.mark.parametrize("name", ["sgd-from-zero", "adamw", "clipped"])
 def test_hypergradients_of_a_group_that_moves_as_one_vector(name, engine, monkeypatch):

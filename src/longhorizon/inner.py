@@ -58,6 +58,7 @@ class Inner:
         self.functional, self.rule, self.groups = functional, rule, groups
         self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
         self.probed: set[bool] = set()  # whether its derivative was looked at, forwards or backwards
+        self._tried = False  # whether an elementwise rule is one, which matters on a GPU
 
     def start(self) -> State:
         """The state before the first step."""
@@ -69,7 +70,25 @@ class Inner:
                     f"init of the rule {self.rule.name!r} returned {type(leaf).__name__} in its memory: expected "
                     "tensors, in a NamedTuple, dict or tuple; an empty tuple for none."
                 )
-        return State(params, buffers, memory)
+        state = State(params, buffers, memory)
+        if self.rule.elementwise and not self._tried and any(p.is_cuda for p in params.values()):
+            self.check_elementwise(state)
+            self._tried = True
+        return state
+
+    def check_elementwise(self, state: State) -> None:
+        """Refuse a rule that says that every entry moves by itself, and moves otherwise as one vector."""
+        params, memory = tree.detach(state.params), busy(state).memory
+        grads = tree.random(params)
+        for group, remembered in zip(self.groups, memory, strict=True):
+            values = {arg: 0.5 if isinstance(s, str) else s for arg, s in group.sources.items()}
+            given = group.pick(params), group.pick(grads), remembered, values
+            for a, b in zip(tree.leaves(self.rule.update(*given)), tree.leaves(in_one(self.rule)(*given)), strict=True):
+                if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
+                    raise ValueError(
+                        f"the rule {self.rule.name!r} has elementwise=True, but moves parameters otherwise when they "
+                        "are one vector: leave that out if it looks at a tensor as a whole (its norm, its shape)."
+                    )
 
     def update(
         self, params: Params, grads: Params, memory: tuple[Any, ...], hypers: Hypers
