@@ -83,14 +83,12 @@ def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], Non
     """A traced function compiled for the GPU that its arguments are on, for arguments of these shapes."""
     args = [x.clone() for x in args]  # a copy of a view has no gaps, and compiled code insists on its strides
     with torch.no_grad(), torch.cuda.device(args[0].device):
-        try:
-            fast = _inductor(graph, args)
-        except Exception:  # another release of torch, where the short way may be another one
+        fast = None if _is_random(graph) else _inductor(graph, args)
+        if fast is None:
             fast = torch.compile(graph, fullgraph=True, dynamic=False, options={"layout_optimization": False})
         reseed()
         fast(*args)
-        if _is_random(graph):
-            # A recorded graph would draw the same numbers again.
+        if _is_random(graph):  # a recorded graph would draw the same numbers again
             return lambda *given: fast(*(x.clone() for x in given))
         return Recorded(fast, args)
 
@@ -105,11 +103,20 @@ def get_ready() -> None:
         return
 
 
-def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]]:
+def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]] | None:
     """Torch's compiler without Dynamo and autograd in front of it: a flat graph need not be taken apart.
 
-    Half of the cold start. Shapes are static; the mode with a (then empty) ShapeEnv is what the cache on disk asks for.
+    Half of the cold start. Random numbers would need what is left out. None in another release of torch, where the
+    short way is another one.
     """
+    try:
+        return _compiled_directly(graph, args)
+    except Exception:
+        return None
+
+
+def _compiled_directly(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Shapes are static; the mode with a (then empty) ShapeEnv is what the cache on disk asks for."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
