@@ -55,7 +55,7 @@ def main() -> None:
         say(f"{name}: {2 * pairs} training runs")
         point = work.unit(name, lambda i=index, n=steps: measured(one, own, found, i, n, pairs))
         say(f"{name}: {point['right']} of {point['sure']} signs right, of {point['values']} values")
-    kept = [] if args.smoke else (record.known("figure1_signs") or {}).get("points", [])
+    kept = (record.known("figure1_signs", args) or {}).get("points", [])
     points = [work.unit(path.stem, dict) for path in sorted(work.folder.glob("fds*.json"))]
     here = {_which(point) for point in points}
     points = sorted([*points, *(point for point in kept if _which(point) not in here)], key=_which)

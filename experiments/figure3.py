@@ -7,7 +7,8 @@ Shows: the schedules after 50 outer steps, and the test accuracy of a LeNet trai
     fds         through the whole run, learning rates shared over W ≈ 50 steps
     cosine      off the shelf, from 0.01, 0.03 and 0.1, for comparison
 Command: python experiments/figure3.py --data-root DATA     writes experiments/results/figure3.json
-    It goes on where it stopped. `--data mnist` or `--data svhn` does one of the two.
+    It goes on where it stopped. `--data` and `--methods` do some of it. Stopped, it writes the methods that are done;
+    `--keep` takes those from the result, and does the others.
 Time:    in the result file.
 Paper:   greedy learns rates that are too small on both; without sharing, non-greedy works on MNIST and fails on SVHN
     with rates far too high; FDS finds sensible ones, on SVHN better than cosine. The figure has no table.
@@ -35,6 +36,7 @@ from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rivals.stepwise import Stepwise
 
 METHODS = ("greedy", "together", "non_greedy", "fds")
+ALL = (*METHODS, "cosine")
 EVERY = 50  # steps between two saves of the greedy run
 PEAKS = (0.01, 0.03, 0.1)
 
@@ -46,7 +48,11 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=3.0, help="bound of a hypergradient in the outer step")
     parser.add_argument("--seed", type=int, default=0, help="of the tuning runs")
     parser.add_argument("--compile", choices=["auto", "yes", "no"], default="auto", help="the adjoint's step")
+    parser.add_argument("--methods", default=",".join(ALL), help="names, with commas between them")
+    parser.add_argument("--keep", action="store_true", help="do not run again what is in the result already")
     args = record.parse(parser)
+    if unknown := [name for name in args.methods.split(",") if name not in ALL]:
+        raise SystemExit(f"--methods {args.methods}: {unknown[0]!r} is none of {', '.join(ALL)}.")
     settings: dict[str, Any] = {
         "model": "lenet",
         "batch_size": 128,
@@ -68,22 +74,27 @@ def main() -> None:
         if value != usual
     ) + (f"-seed{args.seed}" if args.seed else "")
     sets = [args.data] if args.data else ["mnist", "svhn"]
-    found: dict[str, Any] = {}
-    seconds = 0.0
-    for name in sets:
-        work = record.Work(args, f"figure3{variant}-{name}", settings)
-        found[name] = one_set(name, args, settings, work)
-        seconds += work.seconds()
-    content = {"settings": settings, "seconds": seconds, "sets": found}
-    record.finish(args, f"figure3{variant}" + (f"-{args.data}" if args.data else ""), content)
+    result = f"figure3{variant}" + (f"-{args.data}" if args.data else "")
+    kept = record.known(result, args, settings) if args.keep else None
+    found: dict[str, Any] = kept["sets"] if kept else {}
+    works = {name: record.Work(args, f"figure3{variant}-{name}", settings) for name in sets}
+    before = kept["seconds"] - sum(work.seconds() for work in works.values()) if kept else 0.0
+    try:
+        for name, work in works.items():
+            one_set(name, args, settings, work, found.setdefault(name, {"methods": {}}))
+    finally:  # also when it is stopped: the result is of what is there
+        done = {name: one for name, one in found.items() if one["methods"]}
+        if done:
+            seconds = before + sum(work.seconds() for work in works.values())
+            record.finish(args, result, {"settings": settings, "seconds": seconds, "sets": done})
     for name, one in found.items():
         for method, row in one["methods"].items():
             test = row["test"]
             say(f"{name}, {method:<12} test accuracy {100 * test['mean']:.2f} ± {100 * test['deviation']:.2f} %")
 
 
-def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -> dict[str, Any]:
-    """All methods on one data set."""
+def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, found: dict[str, Any]) -> None:
+    """All methods on one data set; those that are found already are left as they are."""
     images = record.images(name, args)
     made = data.image_data(
         images, settings["batch_size"], settings["val_fraction"], val_batch_size=4000, device=args.device
@@ -91,9 +102,11 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
     task, rule = made.task(settings["model"]), lh.sgd(momentum=settings["momentum"])
     steps, full = made.steps_per_epoch, len(made.train_set) // made.batch_size
     outer = lh.GradientDescent(settings["rate"], clip=settings["clip"])
-    methods: dict[str, Any] = {}
-    traces = lh.Traces()
+    found |= {"data": record.title(images, args), "steps": steps}
+    methods, traces = found["methods"], lh.Traces()
     for method in METHODS:
+        if method in methods or method not in args.methods.split(","):
+            continue
         windows = steps if method != "fds" else max(1, round(steps / settings["window"]))
         hypers = {"lr": lh.Hyper(0.0, windows=windows)}
         folder = work.folder / f"tune-{method}"
@@ -131,14 +144,18 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work) -
         }
         row |= {"last": rounded(row["last"]["lr"]), "stopped": rounded(row["stopped"]["lr"])}
         methods[method] = {"windows": windows} | row | tests
-    for peak in settings["peaks"]:
+    peaks = [peak for peak in settings["peaks"] if "cosine" in args.methods.split(",")]
+    for peak in peaks:
+        if f"cosine {peak:g}" in methods:
+            continue
         lr = [peak * x for x in record.cosine(full)]
         hypers = {"lr": lh.Hyper(lr, windows=full)}
         test = record.tested(
             work, f"cosine-{peak:g}", task, rule, hypers, {"lr": lr}, full, settings["test_seeds"], traces
         )
         methods[f"cosine {peak:g}"] = {"peak": peak, "test": test}
-    return {"data": record.title(images, args), "steps": steps, "methods": methods}
+    order = (*METHODS, *(f"cosine {p:g}" for p in settings["peaks"]))
+    found["methods"] = {name: methods[name] for name in order if name in methods}
 
 
 def step_by_step(name: str, problem: Problem, outer_steps: int, outer: Any, path: Path) -> dict[str, Any]:

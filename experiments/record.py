@@ -197,20 +197,30 @@ def _json(value: Any, indent: str = "") -> str:
     return json.dumps(value)
 
 
+def out(args: argparse.Namespace, name: str) -> Path:
+    """Where a result is written."""
+    usual = args.work / f"{name}-smoke.json" if args.smoke else RESULTS / f"{name}.json"
+    return Path(args.out or usual)
+
+
 def finish(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None:
     """Write the result with its environment."""
     record = environment(args.device.split(":")[0])
     if args.commit:
         record["commit"] = args.commit
-    out = args.out or (args.work / f"{name}-smoke.json" if args.smoke else RESULTS / f"{name}.json")
-    write(out, {"experiment": name, "environment": record, "command": args.command} | content)
-    say(f"written: {out}")
+    path = out(args, name)
+    write(path, {"experiment": name, "environment": record, "command": args.command} | content)
+    say(f"written: {path}")
 
 
-def known(name: str) -> dict[str, Any] | None:
-    """A result that was written before, here or by somebody else."""
-    path = RESULTS / f"{name}.json"
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+def known(name: str, args: argparse.Namespace, settings: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The result that was written before, here or by somebody else; with these settings, if they are given."""
+    path = out(args, name)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if found.get("experiment") != name:
+        return None
+    if settings is not None and found["settings"] != json.loads(json.dumps(plain(settings))):
+        raise SystemExit(f"{path} has other settings: move it away, or do without it.")
     return found
 
 

@@ -86,7 +86,7 @@ def table(results: Path = RESULTS) -> str:
     for (data, method), paper in FIGURE3.items():
         found = _result(results, "figure3") or _result(results, f"figure3-{data}")
         rows.append([f"Figure 3, {data.upper()}", *_figure3(found, data, method, paper)])
-        rows[-1] += _where(found, "python experiments/figure3.py")
+        rows[-1] += _where(None if rows[-1][-1] == NOT_RUN else found, "python experiments/figure3.py")
         if method == "fds":
             rows += [
                 [f"Figure 3, {data.upper()}", *row, *_where(found, "python experiments/figure3.py")]
@@ -305,6 +305,8 @@ def _cosines(found: dict[str, Any] | None, data: str) -> list[list[str]]:
     if found is None or data not in found["sets"]:
         return [["cosine, off the shelf", "–", NOT_RUN]]
     rows = found["sets"][data]["methods"]
+    if not any("peak" in row for row in rows.values()):
+        return _cosines(None, data)
     return [
         [f"cosine from {row['peak']:g}", "–", f"test {_accuracy(row['test']['accuracy'])}"]
         for row in rows.values()

@@ -121,6 +121,21 @@ def test_smoke_of_digits(tmp_path):
     assert result["table"]["learnt"]["trainings"] == 4
 
 
+@pytest.mark.slow
+def test_figure3_does_what_is_missing(tmp_path, inside):
+    whole = inside("figure3", "--data", "mnist")
+    path = tmp_path / "result.json"
+    methods = {name: row for name, row in whole["sets"]["mnist"]["methods"].items() if name != "together"}
+    methods["fds"]["windows"] = "kept"
+    part = whole["sets"]["mnist"] | {"methods": methods}
+    path.write_text(json.dumps(whole | {"sets": {"mnist": part}}))
+    shutil.rmtree(tmp_path / "work")
+    again = inside("figure3", "--data", "mnist", "--keep")["sets"]["mnist"]["methods"]
+    assert list(again) == list(whole["sets"]["mnist"]["methods"])
+    assert again["fds"]["windows"] == "kept"
+    assert lasting(again["together"]) == lasting(whole["sets"]["mnist"]["methods"]["together"])
+
+
 def test_figure2_traces_once_whatever_the_number_of_seeds(inside, monkeypatch):
     """On a GPU each of these is compiled, which takes longer than a seed."""
     traced, trace = [], compile._trace
@@ -188,7 +203,7 @@ def test_figure1_is_that_of_its_entrants():
     from longhorizon.rivals.regret import table
     from longhorizon.tuning import plain
 
-    found = record.known("figure1")
+    found = json.loads((record.RESULTS / "figure1.json").read_text())
     kept = contest.gathered(
         [contest.Entered.read(path) for path in sorted(contest.kept(record.RESULTS / "figure1-entrants"))]
     )
