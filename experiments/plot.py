@@ -93,17 +93,18 @@ def figure3(found: dict[str, Any], _: Path) -> list[Figure]:
     """Schedules and test accuracies per data set."""
     panels = []
     for name, one in found["sets"].items():
-        lines, legend = [], []
-        for method, row in one["methods"].items():
-            if method in COLOURS:
-                lr = row["stopped"]
-                place = (0.0, one["steps"] / len(lr))
-                lines.append(
-                    Line(method, [*lr, lr[-1]], place, COLOURS[method], 2.2 if method == "fds" else 0.9, "steps")
-                )
-                legend.append((COLOURS[method], NAMES[method]))
-        everything = [v for line in lines for v in line.y]
-        panels.append(panel(one["data"], "step", "learning rate", lines, everything, "symlog", legend=legend))
+        for which, said in (("stopped", ", stopped early"), ("last", f", after {found['settings']['outer_steps']} outer steps")):
+            lines, legend = [], []
+            for method, row in one["methods"].items():
+                if method in COLOURS:
+                    lr, width = row[which], 2.2 if method == "fds" else 0.9
+                    place = (0.0, one["steps"] / len(lr))
+                    lines.append(Line(method, [*lr, lr[-1]], place, COLOURS[method], width, "steps"))
+                    legend.append((COLOURS[method], NAMES[method]))
+            everything = [v for line in lines for v in line.y]
+            panels.append(
+                panel(one["data"] + said, "step", "learning rate", lines, everything, "linear", legend=legend)
+            )
         names = list(one["methods"])
         mean = [100 * one["methods"][m]["test"]["mean"] for m in names]
         error = [100 * one["methods"][m]["test"]["deviation"] for m in names]

@@ -89,7 +89,11 @@ def table(results: Path = RESULTS) -> str:
         rows[-1] += _where(None if rows[-1][-1] == NOT_RUN else found, "python experiments/figure3.py")
         if method == "fds":
             rows += [
-                [f"Figure 3, {data.upper()}", *row, *_where(found, "python experiments/figure3.py")]
+                [
+                    f"Figure 3, {data.upper()}",
+                    *row,
+                    *_where(None if row[-1] == NOT_RUN else found, "python experiments/figure3.py"),
+                ]
                 for row in _cosines(found, data)
             ]
     found = _figure4(results)
