@@ -260,7 +260,17 @@ def pages() -> list[Path]:
 
 def _estimators() -> dict[str, Any]:
     """Results by task, calm ones first."""
-    tasks = ("digits-calm", "mnist-calm", "digits-edge", "lenet-edge", "digits-hot", "mnist-hot", "cifar-5", "cifar-10")
+    tasks = (
+        "digits-calm",
+        "mnist-calm",
+        "digits-edge",
+        "lenet-edge",
+        "digits-long",
+        "digits-hot",
+        "mnist-hot",
+        "cifar-5",
+        "cifar-10",
+    )
     paths = {task: EXPERIMENTS / f"estimators-{task}.json" for task in tasks}
     return {task: json.loads(path.read_text()) for task, path in paths.items() if path.exists()}
 

@@ -93,7 +93,10 @@ def figure3(found: dict[str, Any], _: Path) -> list[Figure]:
     """Schedules and test accuracies per data set."""
     panels = []
     for name, one in found["sets"].items():
-        for which, said in (("stopped", ", stopped early"), ("last", f", after {found['settings']['outer_steps']} outer steps")):
+        for which, said in (
+            ("stopped", ", stopped early"),
+            ("last", f", after {found['settings']['outer_steps']} outer steps"),
+        ):
             lines, legend = [], []
             for method, row in one["methods"].items():
                 if method in COLOURS:
