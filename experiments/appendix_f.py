@@ -18,8 +18,8 @@ import contest
 import record
 from record import say
 
+from longhorizon.outer_step import plain
 from longhorizon.rivals.fixed import appendix_f
-from longhorizon.tuning import plain
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from longhorizon.outer_step import plain
 from longhorizon.rivals.ledger import Ledger, incumbents
 from longhorizon.rivals.page import write_page
 from longhorizon.rivals.regret import scores, table
 from longhorizon.rivals.testing import read_tests
-from longhorizon.tuning import plain
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from environment import environment

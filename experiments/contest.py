@@ -23,13 +23,13 @@ from record import say
 
 import longhorizon as lh
 from longhorizon import data
+from longhorizon.outer_step import plain
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.registry import chosen
 from longhorizon.rivals.testing import Tested, read_tests
 from longhorizon.rundir import RunDirectory
-from longhorizon.tuning import plain
 
 EVERY = 60.0  # seconds between lines of progress
 USUAL = (1.0, 10.0)  # epochs of FDS's outer steps, the last one repeating

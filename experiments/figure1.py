@@ -34,10 +34,10 @@ import contest
 import record
 from record import rounded, say
 
+from longhorizon.outer_step import plain
 from longhorizon.rivals.budget import parse_budget
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.regret import curves, scores, table
-from longhorizon.tuning import plain
 
 GRIDS = ("grid", "grid-halving")  # where the best known setting comes from
 ENDLESS = ("fds", *GRIDS)  # they end by themselves

@@ -15,8 +15,8 @@ from longhorizon import figures
 from longhorizon.axes import Numbers, Scale, log_ticks, scale_of, symlog_ticks
 from longhorizon.drawing import save_picture
 from longhorizon.figures import PLAIN, RING, Figure, Line, Panel
+from longhorizon.outer_step import OuterStep
 from longhorizon.rivals.page import COLOURS as METHOD_COLOURS
-from longhorizon.tuning import OuterStep
 
 HERE = Path(__file__).resolve().parent
 FAINT, GREY, GREEN, ORANGE = "#2a5d8f30", "#8b95a1", "#3a8f5c", "#e08e2b"

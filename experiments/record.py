@@ -24,7 +24,7 @@ import torch
 
 import longhorizon as lh
 from longhorizon import data
-from longhorizon.tuning import plain
+from longhorizon.outer_step import plain
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import longhorizon as lh
-from longhorizon.tuning import OuterStep
+from longhorizon.outer_step import OuterStep
 
 SPEC = {"lr": lh.Hyper(0.0, windows=5, step=0.1), "momentum": lh.Hyper(0.0, step=0.15, high=0.99)}
 

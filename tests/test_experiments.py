@@ -200,8 +200,8 @@ def test_figure1_is_that_of_its_entrants():
     import contest
     import record
 
+    from longhorizon.outer_step import plain
     from longhorizon.rivals.regret import table
-    from longhorizon.tuning import plain
 
     found = json.loads((record.RESULTS / "figure1.json").read_text())
     kept = contest.gathered(

@@ -13,8 +13,8 @@ import torch
 import longhorizon as lh
 from longhorizon import drawing, figures
 from longhorizon.axes import log_ticks, scale_of, symlog_ticks
+from longhorizon.outer_step import best_of
 from longhorizon.report import write_report
-from longhorizon.tuning import best_of
 from records import SPEC, make_records, make_run
 
 NASTY = '</script><img src=x onerror="alert(1)">&$x^{'

@@ -14,6 +14,7 @@ from longhorizon.engines import (
 )
 from longhorizon.hypers import Hyper
 from longhorizon.outer import GradientDescent, SignDescent, TorchOuter, search_range
+from longhorizon.outer_step import OuterStep
 from longhorizon.problem import NotDifferentiable
 from longhorizon.result import Hypergradient, Status
 from longhorizon.retraining import Retrained, retrain
@@ -24,7 +25,7 @@ from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import OuterStep, Tuning, steps
+from longhorizon.tuning import Tuning, steps
 
 __version__ = "0.1.0"
 

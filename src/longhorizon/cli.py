@@ -23,8 +23,9 @@ from longhorizon.cli_data import data
 from longhorizon.cli_result import conclude, write_result
 from longhorizon.cli_windows import windows
 from longhorizon.console import arriving, make_display
+from longhorizon.outer_step import OuterStep
 from longhorizon.recipe import Recipe, RecipeError
-from longhorizon.tuning import OuterStep, Tuning
+from longhorizon.tuning import Tuning
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
 _OURS = Path(__file__).parent

@@ -16,6 +16,7 @@ from longhorizon import recipe as recipes
 from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, check_early, file_or_key, next_directory, overrides
 from longhorizon.console import arriving
+from longhorizon.outer_step import plain
 from longhorizon.recipe import Recipe, RecipeError
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.driver import KIND, Watcher, result_of
@@ -25,7 +26,6 @@ from longhorizon.rivals.registry import USUAL
 from longhorizon.rivals.regret import table
 from longhorizon.rivals.space import hypers_for
 from longhorizon.rivals.testing import Which, read_tests
-from longhorizon.tuning import plain
 
 BUDGET = "30 runs"
 

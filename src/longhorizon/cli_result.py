@@ -9,10 +9,10 @@ from typing import Any
 import longhorizon as lh
 from longhorizon.console import numbers
 from longhorizon.offtheshelf import off_the_shelf, starts
+from longhorizon.outer_step import plain
 from longhorizon.recipe import Recipe
 from longhorizon.retraining import mean_and_deviation
 from longhorizon.rundir import RunDirectory
-from longhorizon.tuning import plain
 
 Run = dict[str, float | None]  # one training's test loss and metrics; None where it is not finite
 

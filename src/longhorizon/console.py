@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from longhorizon.outer_step import OuterStep
 from longhorizon.trust import gathered
-from longhorizon.tuning import OuterStep, Tuning
+from longhorizon.tuning import Tuning
 
 
 class Display(Protocol):

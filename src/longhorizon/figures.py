@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from longhorizon.axes import Numbers, Scale, as_percent, in_unit, log_ticks, number, scale_of, span, symlog_ticks
-from longhorizon.tuning import OuterStep, best_of
+from longhorizon.outer_step import OuterStep, best_of
 
 WINDOWS_APART = 12  # up to so many windows get a line each along the outer steps
 LINES = 40  # so many outer steps are drawn at most where each is a line of its own

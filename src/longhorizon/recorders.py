@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longhorizon.extras import need
-from longhorizon.tuning import OuterStep
+from longhorizon.outer_step import OuterStep
 
 REACH = 10.0  # what values are said to range over if nobody says better
 

@@ -15,9 +15,9 @@ from typing import Any
 from longhorizon.axes import as_percent, in_unit, number, short, span
 from longhorizon.extras import need
 from longhorizon.figures import Figure, Panel, diverged, figures, finite, ramp, scores_of
+from longhorizon.outer_step import OuterStep, best_of
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.trust import gathered, remedy
-from longhorizon.tuning import OuterStep, best_of
 
 ROWS = 24  # a longer table is folded
 

@@ -17,13 +17,14 @@ from longhorizon.cuda import Precision
 from longhorizon.engines import Engine
 from longhorizon.hypers import Hyper
 from longhorizon.outer import TorchOuter
+from longhorizon.outer_step import OuterStep, best_of, went_well
 from longhorizon.problem import environment
 from longhorizon.rules import Rule
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import Gates, OuterStep, Tuning, best_of, went_well
+from longhorizon.tuning import Gates, Tuning
 
 MEASURED = "hessian_product_error"  # in the record of the environment
 

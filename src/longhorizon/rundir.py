@@ -25,8 +25,8 @@ from uuid import uuid4
 
 import torch
 
+from longhorizon.outer_step import OuterStep
 from longhorizon.schedule import Schedule
-from longhorizon.tuning import OuterStep
 
 FORMAT = 1
 

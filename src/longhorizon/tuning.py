@@ -7,12 +7,11 @@ per outer step. Whoever wants files, progress or signals wraps it (see `run.py`)
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from numbers import Integral
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
@@ -21,6 +20,7 @@ from longhorizon.engines.entry import check_engine
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, halfway, search_range
+from longhorizon.outer_step import OuterStep
 from longhorizon.problem import Problem, check_parts, environment, make_problem
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
@@ -32,48 +32,6 @@ PATIENCE = 3  # outer steps that may diverge before any has gone well
 EXPLODED = 10.0  # times the loss that training began with, and that of the last good run
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
 Gates = Literal["off", "wait", "shrink"]
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """What one outer step saw and did."""
-
-    index: int  # from 0
-    seeds: list[int]  # of its training runs
-    steps: int  # inner steps of each
-    values: Values  # at which the hypergradient was taken
-    grad: Values  # dL_val/d(value), averaged over the seeds
-    mean: Values  # the same per inner step
-    val_loss: float
-    metrics: dict[str, float]
-    status: str  # "ok", or what went wrong where
-    next: Values  # the values it moved to
-    outer: dict[str, Any]  # γ and signs after it, for SignDescent; not the state of a torch optimizer
-    engine: str
-    seconds: float
-    doubts: Doubts = field(default_factory=dict)  # per key and window, what speaks against its hypergradient, or ""
-    error: Values = field(default_factory=dict)  # of grad, a standard error; NaN or missing where it is not known
-    held: dict[str, list[int]] = field(default_factory=dict)  # per key, the windows that the gate kept from moving
-
-    @property
-    def exploded(self) -> bool:
-        """Whether training ended finite, but far worse than it began."""
-        return "exploded: " in self.status
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; floats keep all their digits."""
-        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> "OuterStep":
-        """The record in one line of a journal."""
-        later = ("doubts", "error", "held")  # not in every journal
-        known = {f.name: content[f.name] for f in fields(cls) if f.name in content or f.name not in later}
-        for name in ("values", "grad", "mean", "next", "error"):
-            known[name] = {key: _tensors(v) for key, v in content.get(name, {}).items()}
-        known["outer"] = _tensors(content["outer"])
-        known["val_loss"] = math.nan if known["val_loss"] is None else known["val_loss"]
-        return cls(**known)
 
 
 class Tuning:
@@ -215,8 +173,9 @@ class Tuning:
         val_loss = float(losses[losses.isfinite()].mean())
         bad = [f["status"] for f in finished if f["status"] != "ok"]
         fine = any(bool(m.isfinite().any()) for m in mean.values()) and bool(losses.isfinite().any())
-        if fine and (said := self._exploded(val_loss)):
-            fine, bad = False, [said] * len(finished)
+        exploded = self._exploded(val_loss) if fine else ""
+        if exploded:
+            fine, bad = False, [exploded] * len(finished)
         error = _combined([f.get("error") for f in finished])
         doubted = among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished], error)
         held: dict[str, list[int]] = {}
@@ -256,6 +215,7 @@ class Tuning:
             doubts=doubted,
             error=error,
             held=held,
+            exploded=bool(exploded),
         )
         self.index, self.finished, self.seconds = self.index + 1, [], 0.0
         self.converged = self.outer.converged(self.outer_state)
@@ -309,21 +269,6 @@ def steps(
             while record is None:
                 record = tuning.advance()
         yield record
-
-
-def went_well(record: OuterStep) -> bool:
-    """Whether some run of an outer step got to its end, with some hypergradient: then it was followed."""
-    known = any(bool(m.isfinite().any()) for m in record.mean.values())
-    return math.isfinite(record.val_loss) and known and not record.exploded
-
-
-def best_of(records: Sequence[OuterStep]) -> OuterStep | None:
-    """The outer step of the lowest validation loss, among those of the longest horizon, as far as records tell.
-
-    As in `Tuning`, the mean of the seeds that survived does not count.
-    """
-    whole = [r for r in records if went_well(r) and (r.status == "ok" or len(r.seeds) == 1)]
-    return min(whole, key=lambda r: (-r.steps, r.val_loss), default=None)
 
 
 def run_seed(seed: int, index: int, replicate: int) -> int:
@@ -408,25 +353,3 @@ def _at_least_one(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
     return int(value)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON takes it: tensors as lists, and null for what is not finite."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None  # JSON has no NaN
-    if isinstance(value, Mapping):
-        return {str(key): plain(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value
-
-
-def _tensors(value: Any) -> Any:
-    """Lists of numbers back to tensors."""
-    if isinstance(value, Mapping):
-        return {key: _tensors(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return torch.tensor([math.nan if v is None else v for v in value], dtype=torch.float64)
-    return value

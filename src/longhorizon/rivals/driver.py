@@ -13,6 +13,7 @@ import torch
 from longhorizon.cuda import Precision
 from longhorizon.engines import Engine
 from longhorizon.hypers import Hyper
+from longhorizon.outer_step import plain
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals import registry, workers
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
@@ -28,7 +29,7 @@ from longhorizon.rundir import RunDirectory
 from longhorizon.seeds import checked
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import Gates, Tuning, plain
+from longhorizon.tuning import Gates, Tuning
 
 KIND = "compare"  # in run.json, to tell a comparison from a tuning run
 

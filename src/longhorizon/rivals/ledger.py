@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from longhorizon.outer_step import plain
 from longhorizon.rivals.space import Setting
 from longhorizon.rundir import RunError, append_line
-from longhorizon.tuning import plain
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 from longhorizon import seeds
 from longhorizon.engines import Forward, Greedy
 from longhorizon.engines.base import trainings
+from longhorizon.outer_step import OuterStep, plain
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, settle, words_of
 from longhorizon.rivals.counting import Counted
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
 from longhorizon.rivals.training import Judged, Training, Trains
 from longhorizon.rundir import RunDirectory
-from longhorizon.tuning import OuterStep, Tuning, plain
+from longhorizon.tuning import Tuning
 
 DRAW = 7  # a purpose of its own for random starts
 

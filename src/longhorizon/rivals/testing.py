@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longhorizon.cuda import Precision
+from longhorizon.outer_step import plain
 from longhorizon.retraining import retrain
 from longhorizon.rivals.arena import Setup, Stop, words_of
 from longhorizon.rivals.ledger import Evaluation, incumbents
@@ -21,7 +22,6 @@ from longhorizon.rivals.packaged import OPTIMIZERS, retrain_packaged
 from longhorizon.rivals.space import hypers_for
 from longhorizon.rundir import append_line
 from longhorizon.traces import Traces
-from longhorizon.tuning import plain
 
 Which = Literal["all", "last", "none"]
 
