@@ -280,9 +280,10 @@ def _labels(found: dict[str, Any], part: str) -> list[str]:
 
 
 def _made(found: dict[str, Any], label: str) -> int:
-    """How many estimates there are under a label; "of 4" takes four seeds for one."""
-    base, _, grouped = label.partition(", me")  # "mean of 4", "median of 4"
-    return int(found["estimates_made"][base]) // 4 if grouped else int(found["estimates_made"][label])
+    """How many estimates there are under a label; "mean of 4" takes four seeds for one."""
+    base, _, grouped = label.partition(", me")  # a mean or a median
+    made = int(found["estimates_made"][base if grouped else label])
+    return made // int(grouped.split(" of ")[1]) if grouped else made
 
 
 def _interval(share: float, error: float | None, signs: int) -> str:

@@ -2,6 +2,7 @@
 
     python experiments/estimators.py                     all tasks whose truth is there
     python experiments/estimators.py --task digits-hot   one of them; cifar-5 and cifar-10 on a GPU
+    python experiments/estimators.py --keep              scores the estimates of the results once more, and makes none
 
 The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
 by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from prototypes import NonExpansive
-from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
+from record import RESULTS, Work, arguments, finish, known, parse, rounded, run, say
 from truth import (
     COMPILED,
     DISTANCE,
@@ -159,10 +160,12 @@ def one(args: Any, name: str) -> None:
         (2, 1) if args.smoke else (args.estimates or min(24, TASKS[name].estimates), CLOCKED[TASKS[name].data])
     )
     work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE})
+    kept = known(f"estimators-{name}", args, found["settings"]) if args.keep else None
+    kept = kept or {"estimates": {}, "cost": {}, "seconds": 0.0}
     rows: dict[str, Any] = dict(found["estimates"])
     sureness = {}
     for label, engine in engines(hypers, name, args.smoke).items():
-        rows[label] = [
+        rows[label] = kept["estimates"].get(label) or [
             work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s, traces))
             for seed in range(count)
         ]
@@ -171,11 +174,14 @@ def one(args: Any, name: str) -> None:
         said = score(stacked(rows[label]), true)
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
     costs = {
-        label: work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on))
+        label: kept["cost"].get(label)
+        or work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on))
         for label, engine in (timed | engines(hypers, name, args.smoke)).items()
         if not (args.smoke and label in timed)
     }
     scores = {label: asdict(score(stacked(given), true)) for label, given in rows.items()}
+    if len(rows["hybrid"]) >= 2:
+        scores["hybrid, mean of 2"] = asdict(score(averaged(stacked(rows["hybrid"]), 2), true))
     for label in ("exact", "clip 10"):
         if label in rows and len(rows[label]) >= 4:
             scores[f"{label}, mean of 4"] = asdict(score(averaged(stacked(rows[label]), 4), true))
@@ -192,7 +198,7 @@ def one(args: Any, name: str) -> None:
             "cost": {label: {k: rounded(v, 4) for k, v in c.items()} for label, c in costs.items()},
             "sure": {label: {z: rounded_score(s) for z, s in by.items()} for label, by in sureness.items()},
             "estimates": {label: rows[label] for label in engines(hypers, name, args.smoke)},
-            "seconds": work.seconds(),
+            "seconds": kept["seconds"] + work.seconds(),
         },
     )
 
@@ -205,6 +211,7 @@ def main() -> None:
         type=int,
         help="of each that this script adds; 24 for digits, 12 for MNIST, 6 for CIFAR-10 without it",
     )
+    parser.add_argument("--keep", action="store_true", help="take what is in the result already from there")
     parser.add_argument("--truth", type=Path, metavar="FILE", help="truth.py's result; where it writes it without this")
     args = parse(parser)
     if args.truth and not args.task:
