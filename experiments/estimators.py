@@ -161,6 +161,8 @@ def one(args: Any, name: str) -> None:
     )
     work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE})
     kept = known(f"estimators-{name}", args, found["settings"]) if args.keep else None
+    since = {k: kept["environment"][k] for k in ("date", "commit")} if kept else None  # when they were made
+    made = {"estimates_from": kept.get("estimates_from", since)} if kept else {}
     kept = kept or {"estimates": {}, "cost": {}, "seconds": 0.0}
     rows: dict[str, Any] = dict(found["estimates"])
     sureness = {}
@@ -199,7 +201,8 @@ def one(args: Any, name: str) -> None:
             "sure": {label: {z: rounded_score(s) for z, s in by.items()} for label, by in sureness.items()},
             "estimates": {label: rows[label] for label in engines(hypers, name, args.smoke)},
             "seconds": kept["seconds"] + work.seconds(),
-        },
+        }
+        | made,
     )
 
 
