@@ -181,22 +181,24 @@ class Contest:
 
     def gathered(self) -> "Gathered":
         """What all entrants have done so far, here or as it was kept; what is here is kept, too."""
-        found = {
+        here = {
             f"{e.card['label']}-{e.card['seed']}": e for e in map(_read, sorted(self.folder.glob("*/entrant.json")))
         }
-        if self.kept is not None:
-            for name, one in found.items():
-                if one.tests:
-                    record.write(self.kept / f"{name}.json", one.to_dict())
-            found = {path.stem: Entered.read(path) for path in kept(self.kept)} | found
+        found = {path.stem: Entered.read(path) for path in kept(self.kept)} if self.kept else {}
+        for name, one in here.items():
+            if name in found and one.size < found[name].size:
+                say(f"{name}: what was kept goes further than what is in {self.folder}, and stays")
+                continue
+            found[name] = one
+            if self.kept and one.tests:
+                record.write(self.kept / "settings.json", plain(self.settings))
+                record.write(self.kept / f"{name}.json", one.to_dict())
         return gathered([found[name] for name in sorted(found)])
 
     def _place_to_keep(self, place: Path) -> Path | None:
         """The folder of entrants that were kept, if they had these settings."""
         settings, path = json.loads(json.dumps(plain(self.settings))), place / "settings.json"
-        if not path.exists():
-            record.write(path, settings)
-        elif json.loads(path.read_text()) != settings:
+        if path.exists() and json.loads(path.read_text()) != settings:
             say(f"{path} has other settings: nothing is read from there, or kept")
             return None
         return place
@@ -239,6 +241,11 @@ class Entered:
     evaluations: list[Evaluation]
     tests: list[Tested]
     outer_steps: list[dict[str, Any]]  # of each: index, steps, mean, doubts, held, engine
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How far it has come: what was tested counts first."""
+        return len(self.tests), len(self.evaluations)
 
     def to_dict(self) -> dict[str, Any]:
         evaluations, tests = [e.to_dict() for e in self.evaluations], [asdict(t) for t in self.tests]

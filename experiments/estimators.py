@@ -2,7 +2,7 @@
 
     python experiments/estimators.py                     all tasks whose truth is there
     python experiments/estimators.py --task digits-hot   one of them; cifar-5 and cifar-10 on a GPU
-    python experiments/estimators.py --keep              scores the estimates of the results once more, and makes none
+    python experiments/estimators.py --keep              scores those of the result once more, and makes what is missing
 
 The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
 by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
@@ -163,7 +163,8 @@ def one(args: Any, name: str) -> None:
     kept = known(f"estimators-{name}", args, found["settings"]) if args.keep else None
     since = {k: kept["environment"][k] for k in ("date", "commit")} if kept else None  # when they were made
     made = {"estimates_from": kept.get("estimates_from", since)} if kept else {}
-    kept = kept or {"estimates": {}, "cost": {}, "seconds": 0.0}
+    kept = kept or {"estimates": {}, "cost": {}, "seconds": work.seconds()}
+    before = kept["seconds"] - work.seconds()
     rows: dict[str, Any] = dict(found["estimates"])
     sureness = {}
     for label, engine in engines(hypers, name, args.smoke).items():
@@ -200,7 +201,7 @@ def one(args: Any, name: str) -> None:
             "cost": {label: {k: rounded(v, 4) for k, v in c.items()} for label, c in costs.items()},
             "sure": {label: {z: rounded_score(s) for z, s in by.items()} for label, by in sureness.items()},
             "estimates": {label: rows[label] for label in engines(hypers, name, args.smoke)},
-            "seconds": kept["seconds"] + work.seconds(),
+            "seconds": before + work.seconds(),
         }
         | made,
     )

@@ -10,8 +10,7 @@ Paper:   nothing of the kind.
 
 The truth is a slope over a finite distance (learning rates by 30 %, at least 0.01; momentum by 0.1; weight decay by a
 half, at least 1e-4), from a factorial design of 24 pairs, each with a seed of its own (docs/trust.md), none of them
-FDS's. One that is less than two standard errors from zero is not counted. Results are kept point by point and all that
-are in --work are written.
+FDS's. One that is less than two standard errors from zero is not counted. Points that are in the result stay there.
 """
 
 from typing import Any
@@ -47,6 +46,8 @@ def main() -> None:
     values = sum(hyper.windows for hyper in one.hypers.values())
     pairs = len(hadamard(max(values, 1 if args.smoke else args.pairs)))  # the size that there is a design for
     work = record.Work(args, "figure1_signs", one.settings)
+    kept = record.known("figure1_signs", args, one.settings)
+    before = kept["seconds"] - work.seconds() if kept else 0.0
     for index in numbers("--at", args.at, int):
         if index + 1 >= len(own):
             raise SystemExit(f"--at {index}: {args.label} has the outer steps 0 to {len(own) - 2}.")
@@ -55,12 +56,11 @@ def main() -> None:
         say(f"{name}: {2 * pairs} training runs")
         point = work.unit(name, lambda i=index, n=steps: measured(one, own, found, i, n, pairs))
         say(f"{name}: {point['right']} of {point['sure']} signs right, of {point['values']} values")
-    kept = (record.known("figure1_signs", args) or {}).get("points", [])
     points = [work.unit(path.stem, dict) for path in sorted(work.folder.glob("fds*.json"))]
     here = {_which(point) for point in points}
-    points = sorted([*points, *(point for point in kept if _which(point) not in here)], key=_which)
-    content = {"settings": one.settings, "seconds": work.seconds(), "points": points}
-    record.finish(args, "figure1_signs", content)
+    points += [point for point in (kept["points"] if kept else []) if _which(point) not in here]
+    content = {"settings": one.settings, "seconds": before + work.seconds(), "points": sorted(points, key=_which)}
+    record.finish(args, "figure1_signs", content, kept)
 
 
 def _which(point: dict[str, Any]) -> tuple[Any, ...]:

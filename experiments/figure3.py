@@ -7,8 +7,8 @@ Shows: the schedules after 50 outer steps, and the test accuracy of a LeNet trai
     fds         through the whole run, learning rates shared over W ≈ 50 steps
     cosine      off the shelf, from 0.01, 0.03 and 0.1, for comparison
 Command: python experiments/figure3.py --data-root DATA     writes experiments/results/figure3.json
-    It goes on where it stopped. `--data` and `--methods` do some of it. Stopped, it writes the methods that are done;
-    `--keep` takes those from the result, and does the others.
+    It goes on where it stopped. `--data` and `--methods` do some of it; what is in the result besides stays there.
+    `--keep` does only what is not in the result yet.
 Time:    in the result file.
 Paper:   greedy learns rates that are too small on both; without sharing, non-greedy works on MNIST and fails on SVHN
     with rates far too high; FDS finds sensible ones, on SVHN better than cosine. The figure has no table.
@@ -75,7 +75,7 @@ def main() -> None:
     ) + (f"-seed{args.seed}" if args.seed else "")
     sets = [args.data] if args.data else ["mnist", "svhn"]
     result = f"figure3{variant}" + (f"-{args.data}" if args.data else "")
-    kept = record.known(result, args, settings) if args.keep else None
+    kept = record.known(result, args, settings)
     found: dict[str, Any] = kept["sets"] if kept else {}
     works = {name: record.Work(args, f"figure3{variant}-{name}", settings) for name in sets}
     before = kept["seconds"] - sum(work.seconds() for work in works.values()) if kept else 0.0
@@ -86,7 +86,7 @@ def main() -> None:
         done = {name: one for name, one in found.items() if one["methods"]}
         if done:
             seconds = before + sum(work.seconds() for work in works.values())
-            record.finish(args, result, {"settings": settings, "seconds": seconds, "sets": done})
+            record.finish(args, result, {"settings": settings, "seconds": seconds, "sets": done}, kept)
     for name, one in found.items():
         for method, row in one["methods"].items():
             test = row["test"]
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, found: dict[str, Any]) -> None:
-    """All methods on one data set; those that are found already are left as they are."""
+    """The methods that are asked for on one data set, into what was found before."""
     images = record.images(name, args)
     made = data.image_data(
         images, settings["batch_size"], settings["val_fraction"], val_batch_size=4000, device=args.device
@@ -105,7 +105,7 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, f
     found |= {"data": record.title(images, args), "steps": steps}
     methods, traces = found["methods"], lh.Traces()
     for method in METHODS:
-        if method in methods or method not in args.methods.split(","):
+        if (args.keep and method in methods) or method not in args.methods.split(","):
             continue
         windows = steps if method != "fds" else max(1, round(steps / settings["window"]))
         hypers = {"lr": lh.Hyper(0.0, windows=windows)}
@@ -146,7 +146,7 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, f
         methods[method] = {"windows": windows} | row | tests
     peaks = [peak for peak in settings["peaks"] if "cosine" in args.methods.split(",")]
     for peak in peaks:
-        if f"cosine {peak:g}" in methods:
+        if args.keep and f"cosine {peak:g}" in methods:
             continue
         lr = [peak * x for x in record.cosine(full)]
         hypers = {"lr": lh.Hyper(lr, windows=full)}

@@ -203,13 +203,17 @@ def out(args: argparse.Namespace, name: str) -> Path:
     return Path(args.out or usual)
 
 
-def finish(args: argparse.Namespace, name: str, content: dict[str, Any]) -> None:
-    """Write the result with its environment."""
+def finish(args: argparse.Namespace, name: str, content: dict[str, Any], kept: dict[str, Any] | None = None) -> None:
+    """Write the result with its environment; and with that of an earlier result, of which parts are kept in it."""
     record = environment(args.device.split(":")[0])
     if args.commit:
         record["commit"] = args.commit
     path = out(args, name)
-    write(path, {"experiment": name, "environment": record, "command": args.command} | content)
+    head = {"experiment": name, "environment": record, "command": args.command}
+    if kept:
+        told = {k: kept["environment"].get(k) for k in ("date", "commit", "cpu", "gpu")} | {"command": kept["command"]}
+        head["earlier"] = [*kept.get("earlier", []), told]
+    write(path, head | content)
     say(f"written: {path}")
 
 

@@ -114,6 +114,7 @@ def one(args: Any, name: str) -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     settings = {"data": name, "model": "mlp-64", **setting._asdict(), "seeds": seeds}
     kept = known(f"trust_tune-{name}", args, settings) if args.method else None
+    before = kept["seconds"] - work.seconds() if kept else 0.0
     for label, method in METHODS.items():
         if args.method and label not in args.method:  # what was made before stays in the result
             if kept and label in kept["runs"]:
@@ -133,8 +134,9 @@ def one(args: Any, name: str) -> None:
             "settings": settings,
             "table": {label: summary(found) for label, found in rows.items()},
             "runs": rows,
-            "seconds": work.seconds() + (kept["seconds"] if kept else 0.0),
+            "seconds": before + work.seconds(),
         },
+        kept,
     )
 
 

@@ -56,6 +56,15 @@ def tune(**settings):
     return lh.tune(**given | settings)
 
 
+def test_a_line_of_an_older_journal_knows_that_it_exploded():
+    step = next(iter(lh.steps(make_task(), lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=3, outer_steps=1)))
+    line = step.to_dict()
+    assert line["exploded"] is False
+    del line["exploded"]
+    assert not lh.OuterStep.from_dict(line).exploded
+    assert lh.OuterStep.from_dict(line | {"status": "exploded: validation loss 1e+05"}).exploded
+
+
 def test_tuning_from_zero_lowers_the_validation_loss_and_reports_everything():
     run = tune(outer_steps=6)
     assert run.history[-1].val_loss < 0.8 * run.history[0].val_loss

@@ -5,6 +5,7 @@ seconds. The graph removes what launching thousands of kernels costs, which for 
 """
 
 import gc
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -83,12 +84,13 @@ def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], Non
     """A traced function compiled for the GPU that its arguments are on, for arguments of these shapes."""
     args = [x.clone() for x in args]  # a copy of a view has no gaps, and compiled code insists on its strides
     with torch.no_grad(), torch.cuda.device(args[0].device):
-        fast = None if _is_random(graph) else _inductor(graph, args)
+        random = _is_random(graph)
+        fast = None if random else _inductor(graph, args)
         if fast is None:
-            fast = torch.compile(graph, fullgraph=True, dynamic=False, options={"layout_optimization": False})
+            fast = _by_dynamo(graph, random)
         reseed()
         fast(*args)
-        if _is_random(graph):  # a recorded graph would draw the same numbers again
+        if random:  # a recorded graph would draw the same numbers again
             return lambda *given: fast(*(x.clone() for x in given))
         return Recorded(fast, args)
 
@@ -111,8 +113,22 @@ def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[T
     """
     try:
         return _compiled_directly(graph, args)
-    except Exception:
+    except Exception as error:
+        logging.getLogger(__name__).info("compiled the long way: %s", error)
         return None
+
+
+def _by_dynamo(graph: fx.GraphModule, random: bool) -> Callable[..., list[Tensor]]:
+    """Torch's compiler as everybody calls it, with torch's own random numbers."""
+    options: Any = {"layout_optimization": False, "fallback_random": random}
+    compiled: Any = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+
+    def fast(*given: Tensor) -> list[Tensor]:
+        with torch.no_grad():  # with gradients it would be another compilation
+            found: list[Tensor] = compiled(*given)
+            return found
+
+    return fast
 
 
 def _compiled_directly(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]]:
@@ -123,7 +139,9 @@ def _compiled_directly(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(allow_fallback_kernels=True, shape_env=ShapeEnv(), static_shapes=True)
+    mode = FakeTensorMode(  # not fake: constants of the model or the loss
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+    )
     shapes = [mode.from_tensor(x, static_shapes=True) for x in args]
     with tracing(TracingContext(mode)), config.patch(_OPTIONS):
         with mode:

@@ -81,12 +81,13 @@ class Inner:
         params, memory = tree.detach(state.params), busy(state).memory
         grads = tree.random(params)
         for group, remembered in zip(self.groups, memory, strict=True):
-            values = {arg: 0.5 if isinstance(s, str) else s for arg, s in group.sources.items()}
+            half = next(iter(params.values())).new_full((), 0.5)
+            values = {arg: half if isinstance(s, str) else s for arg, s in group.sources.items()}
             given = group.pick(params), group.pick(grads), remembered, values
             apart = tree.leaves(self.rule.update(*given))
             try:
                 together = tree.leaves(in_one(self.rule)(*given))
-            except RuntimeError:  # a memory of other shapes
+            except Exception:  # a memory of another form
                 together = []
             same = [x.shape for x in apart] == [x.shape for x in together]
             if not same or not all(map(_close, apart, together)):

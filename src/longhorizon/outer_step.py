@@ -46,6 +46,7 @@ class OuterStep:
         for name in ("values", "grad", "mean", "next", "error"):
             known[name] = {key: _tensors(v) for key, v in content.get(name, {}).items()}
         known["outer"] = _tensors(content["outer"])
+        known.setdefault("exploded", "exploded: " in content["status"])
         known["val_loss"] = math.nan if known["val_loss"] is None else known["val_loss"]
         return cls(**known)
 

@@ -102,7 +102,7 @@ class AdjointRun:
         self.engine, self.problem = engine, problem
         self.first, self.last = first, problem.steps if last is None else last
         self.stretch = max(1, math.isqrt(self.last - first))
-        self.keep_all = engine.keeps_all(problem)
+        self.keep_all = engine.keeps_all(problem) if saved is None else saved.get("keep_all", engine.keeps_all(problem))
         worth = self.keep_all and problem.worth_compiling(problem.steps)
         self.compile = worth if engine.compile == "auto" else engine.compile
         on_cpu = engine.compile == "auto" and problem.device.type == "cpu"
@@ -152,6 +152,7 @@ class AdjointRun:
         # Of a trajectory kept whole, only every √T-th state is saved: the rest can be replayed.
         return {
             "phase": "back" if self.phase == "replay" else self.phase,
+            "keep_all": self.keep_all,  # free memory may be another when it goes on
             "t": self.t,
             "state": tree.pack(self.state),
             "points": {str(t): tree.pack(s) for t, s in self.points.items()},
