@@ -105,9 +105,8 @@ def figure3(found: dict[str, Any], _: Path) -> list[Figure]:
                     lines.append(Line(method, [*lr, lr[-1]], place, COLOURS[method], width, "steps"))
                     legend.append((COLOURS[method], NAMES[method]))
             everything = [v for line in lines for v in line.y]
-            panels.append(
-                panel(one["data"] + said, "step", "learning rate", lines, everything, "linear", legend=legend)
-            )
+            shown, title = legend if which == "stopped" else [], one["data"] + said  # one legend for both
+            panels.append(panel(title, "step", "learning rate", lines, everything, "linear", legend=shown))
         names = list(one["methods"])
         mean = [100 * one["methods"][m]["test"]["mean"] for m in names]
         error = [100 * one["methods"][m]["test"]["deviation"] for m in names]

@@ -59,6 +59,8 @@ CAPTIONS = {  # by the start of a picture's name
     "figure2": "Above, hypergradients of every step's learning rate, a faint line per seed. Below, the error of window "
     "means against the window size, linear and logarithmic; the ring marks the best size. *Corrected* takes away what "
     "few seeds do to *measured*, and hides it where the two agree.",
+    "figure3": "Learning rates of each method, and the test accuracy of what was stopped early. A method that is not "
+    "there has not been run yet.",
     "trust": "How often the sign of an estimate is right, a selection of [the table](../docs/trust.md#how-they-did). "
     "Bars are one standard error over seeds; there is none where all signs are right.",
 }

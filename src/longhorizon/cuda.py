@@ -108,8 +108,7 @@ def get_ready() -> None:
 def _inductor(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..., list[Tensor]] | None:
     """Torch's compiler without Dynamo and autograd in front of it: a flat graph need not be taken apart.
 
-    Half of the cold start. Random numbers would need what is left out. None in another release of torch, where the
-    short way is another one.
+    Random numbers would need what is left out. None in another release of torch, where the short way is another one.
     """
     try:
         return _compiled_directly(graph, args)
