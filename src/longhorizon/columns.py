@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from longhorizon import convolution, kernels
+from longhorizon.nodes import TURN, Shape, called, kind_of, reshaped, shape_of, unfolded, value_of
 
 aten = torch.ops.aten
-
-Shape = tuple[int, ...]
-_TURN = [1, 0, 2, 3, 4]  # batch and columns change places
 
 
 def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]) -> None:
@@ -54,24 +52,24 @@ def use_column_kernels(graph: fx.GraphModule, tf32: bool, of_model: set[fx.Node]
 def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
     """Image * weight."""
     image, weight, bias, *how = node.args
-    kind = _kind(weight, *how)
+    kind = kind_of(weight, *how)
     if kind is None or bias is not None:
         return
-    batch, outputs, *sides = _shape(node)
-    channels, *large = _shape(image)[1:]
+    batch, outputs, *sides = shape_of(node)
+    channels, *large = shape_of(image)[1:]
     with graph.graph.inserting_before(node):
         match _columns(node, batch, outputs):
             case "batch", folded, (columns, count):
                 if _suits(kind, count, channels, outputs, sides, large, image):
-                    images = _reshaped(graph, image, (columns, count, *_shape(image)[1:]))
+                    images = reshaped(graph, image, (columns, count, *shape_of(image)[1:]))
                     _put(graph, folded, op, (images, weight, None, None, kind, tf32))
             case "channels", folded, (columns, each):
                 if _suits(kind, batch, channels, each, sides, large, image):
-                    weights = _reshaped(graph, weight, (columns, each, *_shape(weight)[1:]))
+                    weights = reshaped(graph, weight, (columns, each, *shape_of(weight)[1:]))
                     _put(graph, folded, op, (None, None, image, weights, kind, tf32))
             case _:
                 if _suits(kind, batch, channels, outputs, sides, large, image):
-                    images = _reshaped(graph, image, (1, *_shape(image)))
+                    images = reshaped(graph, image, (1, *shape_of(image)))
                     made = _single(graph, node, op, (images, weight, None, None, kind, tf32))
                     made.meta |= {"was": node, "args": node.args}
 
@@ -80,7 +78,7 @@ def _backward(graph: fx.GraphModule, node: fx.Node, spread: Any, weigh: Any, tf3
     """The gradients of a convolution's image and weight."""
     arguments: Any = node.args
     weight, how, mask = arguments[2], arguments[4:10], arguments[10]
-    kind = _kind(weight, *how)
+    kind = kind_of(weight, *how)
     if kind is None or mask[2]:
         return
     made = [
@@ -101,8 +99,8 @@ def _input_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any,
     """At stride two. Columns in the batch of the gradient, in the channels of the image, or nowhere."""
     arguments: Any = node.args
     grad, _, weight = arguments[:3]
-    batch, channels, *large = _shape(got)
-    outputs, *sides = _shape(grad)[1:]
+    batch, channels, *large = shape_of(got)
+    outputs, *sides = shape_of(grad)[1:]
     if outputs % 8:
         return False
     with graph.graph.inserting_before(node):
@@ -110,17 +108,17 @@ def _input_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any,
             case "batch", folded, (columns, count):
                 if not _suits(kind, count, outputs, channels, sides, large, grad):
                     return False
-                grads = _reshaped(graph, grad, (columns, count, *_shape(grad)[1:]))
+                grads = reshaped(graph, grad, (columns, count, *shape_of(grad)[1:]))
                 _put(graph, folded, op, (grads, weight, None, None, kind, tf32))
             case "channels", folded, (columns, each):
                 if not _suits(kind, batch, outputs, each, sides, large, grad):
                     return False
-                weights = _unfolded(graph, weight, (outputs, columns, each, *_shape(weight)[2:]))
+                weights = unfolded(graph, weight, (outputs, columns, each, *shape_of(weight)[2:]))
                 _put(graph, folded, op, (None, None, grad, weights, kind, tf32))
             case _:
                 if not _suits(kind, batch, outputs, channels, sides, large, grad):
                     return False
-                _single(graph, got, op, (_reshaped(graph, grad, (1, *_shape(grad))), weight, None, None, kind, tf32))
+                _single(graph, got, op, (reshaped(graph, grad, (1, *shape_of(grad))), weight, None, None, kind, tf32))
     return True
 
 
@@ -128,24 +126,24 @@ def _weight_gradient(graph: fx.GraphModule, node: fx.Node, got: fx.Node, op: Any
     """Columns in the channels of the gradient, in those of the image, or nowhere."""
     arguments: Any = node.args
     grad, image = arguments[:2]
-    batch, outputs, *sides = _shape(grad)
-    channels, *large = _shape(image)[1:]
+    batch, outputs, *sides = shape_of(grad)
+    channels, *large = shape_of(image)[1:]
     with graph.graph.inserting_before(node):
         match _columns(got, outputs, channels):
             case "batch", folded, (columns, each):  # the first axis of a weight: outputs
                 if not _suits(kind, batch, channels, each, sides, large, image):
                     return False
-                grads = _unfolded(graph, grad, (batch, columns, each, *sides))
+                grads = unfolded(graph, grad, (batch, columns, each, *sides))
                 _put(graph, folded, op, (None, None, image, grads, kind, tf32))
             case "channels", folded, (columns, each):
                 if not _suits(kind, batch, each, outputs, sides, large, image):
                     return False
-                images = _unfolded(graph, image, (batch, columns, each, *large))
+                images = unfolded(graph, image, (batch, columns, each, *large))
                 _put(graph, folded, op, (images, grad, None, None, kind, tf32))
             case _:
                 if not _suits(kind, batch, channels, outputs, sides, large, image):
                     return False
-                _single(graph, got, op, (_reshaped(graph, image, (1, *_shape(image))), grad, None, None, kind, tf32))
+                _single(graph, got, op, (reshaped(graph, image, (1, *shape_of(image))), grad, None, None, kind, tf32))
     return True
 
 
@@ -153,16 +151,16 @@ def _grouped(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
     """Training runs side by side: every column has an image and a weight of its own, which vmap makes groups of."""
     arguments: Any = node.args
     image, weight, bias, *how = arguments
-    kind, columns = _kind(weight, *how, groups=True), how[5]
+    kind, columns = kind_of(weight, *how, groups=True), how[5]
     if kind is None or bias is not None:
         return
-    batch, every, *sides = _shape(node)
-    channels, outputs = _shape(weight)[1], every // columns
-    if not _suits(kind, batch, channels, outputs, sides, _shape(image)[2:], image):
+    batch, every, *sides = shape_of(node)
+    channels, outputs = shape_of(weight)[1], every // columns
+    if not _suits(kind, batch, channels, outputs, sides, shape_of(image)[2:], image):
         return
     with graph.graph.inserting_before(node):
-        images = _unfolded(graph, image, (batch, columns, channels, *_shape(image)[2:]))
-        weights = _reshaped(graph, weight, (columns, outputs, *_shape(weight)[1:]))
+        images = unfolded(graph, image, (batch, columns, channels, *shape_of(image)[2:]))
+        weights = reshaped(graph, weight, (columns, outputs, *shape_of(weight)[1:]))
         shape = (columns, batch, outputs, *sides)
         made = _made(graph, op, (images, weights, None, None, kind, tf32), shape, node)
         _put_grouped(graph, node, made)
@@ -171,59 +169,53 @@ def _grouped(graph: fx.GraphModule, node: fx.Node, op: Any, tf32: bool) -> None:
 def _grouped_backward(graph: fx.GraphModule, node: fx.Node, convolve: Any, spread: Any, weigh: Any, tf32: bool) -> None:
     arguments: Any = node.args
     (grad, image, weight), how, mask = arguments[:3], arguments[4:10], arguments[10]
-    kind, columns = _kind(weight, *how, groups=True), how[5]
-    batch, every, *sides = _shape(grad)
-    channels, outputs, large = _shape(weight)[1], every // columns, _shape(image)[2:]
+    kind, columns = kind_of(weight, *how, groups=True), how[5]
+    batch, every, *sides = shape_of(grad)
+    channels, outputs, large = shape_of(weight)[1], every // columns, shape_of(image)[2:]
     readers = {user.args[1]: user for user in node.users if user.target is getitem}
     if kind is None or mask[2] or not _suits(kind, batch, channels, outputs, sides, large, image):
         return
     if 0 in readers and not _suits(kind, batch, outputs, channels, sides, large, image):
         return
     with graph.graph.inserting_before(node):
-        grads = _unfolded(graph, grad, (batch, columns, outputs, *sides))
-        weights = _reshaped(graph, weight, (columns, outputs, *_shape(weight)[1:]))
+        grads = unfolded(graph, grad, (batch, columns, outputs, *sides))
+        weights = reshaped(graph, weight, (columns, outputs, *shape_of(weight)[1:]))
         if 0 in readers:
             op = spread if how[0][0] == 2 else convolve
             if op is convolve:  # at stride one the gradient of the image is a convolution with the kernel turned round
-                swapped = _called(graph, aten.transpose.int, (weights, 1, 2), _value(weights).transpose(1, 2))
-                weights = _called(graph, aten.flip.default, (swapped, [3, 4]), _value(swapped))
+                swapped = called(graph, aten.transpose.int, (weights, 1, 2), value_of(weights).transpose(1, 2))
+                weights = called(graph, aten.flip.default, (swapped, [3, 4]), value_of(swapped))
             shape = (columns, batch, channels, *large)
             _put_grouped(graph, readers[0], _made(graph, op, (grads, weights, None, None, kind, tf32), shape, grad))
         if 1 in readers:
-            images = _unfolded(graph, image, (batch, columns, channels, *large))
-            shape = (columns, outputs, *_shape(weight)[1:])
+            images = unfolded(graph, image, (batch, columns, channels, *large))
+            shape = (columns, outputs, *shape_of(weight)[1:])
             made = _made(graph, weigh, (images, grads, None, None, kind, tf32), shape, weight)
-            readers[1].replace_all_uses_with(_reshaped(graph, made, _shape(weight)))
+            readers[1].replace_all_uses_with(reshaped(graph, made, shape_of(weight)))
 
 
 def _put_grouped(graph: fx.GraphModule, node: fx.Node, made: fx.Node) -> None:
     """In the place of a node with columns in its channels; directly where that is taken apart at once."""
-    columns, batch, *rest = _shape(made)
-    apart = _called(graph, aten.permute.default, (made, _TURN), _value(made).permute(_TURN))
+    columns, batch, *rest = shape_of(made)
+    apart = called(graph, aten.permute.default, (made, TURN), value_of(made).permute(TURN))
     for reader in list(node.users):
-        if reader.target is aten.reshape.default and _shape(reader) == (batch, columns, *rest):
+        if reader.target is aten.reshape.default and shape_of(reader) == (batch, columns, *rest):
             reader.replace_all_uses_with(apart)
-    node.replace_all_uses_with(_reshaped(graph, apart, _shape(node)))
-
-
-def _called(graph: fx.GraphModule, target: Any, arguments: tuple[Any, ...], value: Tensor) -> fx.Node:
-    node = graph.graph.call_function(target, arguments)
-    node.meta["val"] = value
-    return node
+    node.replace_all_uses_with(reshaped(graph, apart, shape_of(node)))
 
 
 def _columns(node: fx.Node, first: int, second: int) -> Any:
     """Where a result has columns: ("batch" or "channels", the node that has put them first, (columns, rest))."""
     folded = _only_reader(node, aten.reshape.default)
-    if folded is None or len(_shape(folded)) != 5:
+    if folded is None or len(shape_of(folded)) != 5:
         return None
-    a, b, c, *rest = _shape(folded)
-    if rest != list(_shape(node)[2:]):
+    a, b, c, *rest = shape_of(folded)
+    if rest != list(shape_of(node)[2:]):
         return None
     if a * b == first and c == second:
         return "batch", folded, (a, b)
     turned = _only_reader(folded, aten.permute.default)
-    if a == first and b * c == second and turned is not None and list(turned.args[1]) == _TURN:  # type: ignore[arg-type]
+    if a == first and b * c == second and turned is not None and list(turned.args[1]) == TURN:  # type: ignore[arg-type]
         return "channels", turned, (b, c)
     return None
 
@@ -237,22 +229,22 @@ def _join(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
         left is None
         or right is None
         or left is right
-        or _shape(left) != _shape(right)
+        or shape_of(left) != shape_of(right)
         or left.args[4:] != right.args[4:]
     ):
         return
     first, second = list(left.args[:4]), list(right.args[:4])
     with graph.graph.inserting_before(node):
-        if first[2] is None and second[2] is None and _shape(left)[0] == 1:
+        if first[2] is None and second[2] is None and shape_of(left)[0] == 1:
             images, shared = second[:2]  # of a single column: its own image may as well be the shared one
-            image = _reshaped(graph, images, _shape(images)[1:])
-            second = [None, None, image, _reshaped(graph, shared, (1, *_shape(shared)))]
+            image = reshaped(graph, images, shape_of(images)[1:])
+            second = [None, None, image, reshaped(graph, shared, (1, *shape_of(shared)))]
         if first[0] is None:
             first, second = second, first
         if first[2] is not None or second[0] is not None:
             return
-        made = _made(graph, op, (*first[:2], *second[2:], *left.args[4:]), _shape(left), left)
-        node.replace_all_uses_with(_reshaped(graph, made, _shape(node)))
+        made = _made(graph, op, (*first[:2], *second[2:], *left.args[4:]), shape_of(left), left)
+        node.replace_all_uses_with(reshaped(graph, made, shape_of(node)))
 
 
 def _source(node: fx.Node, op: Any) -> fx.Node | None:
@@ -270,36 +262,15 @@ def _make_precise(graph: fx.GraphModule, node: fx.Node, op: Any) -> None:
         else:
             made = graph.graph.call_function(op, (*node.meta["args"][:2], node.args[4]))
         made.meta["val"] = node.meta["was"].meta["val"]
-        node.replace_all_uses_with(_reshaped(graph, made, _shape(node)))  # a single column
+        node.replace_all_uses_with(reshaped(graph, made, shape_of(node)))  # a single column
 
 
 def _suits(kind: int, count: int, channels: int, outputs: int, small: Any, large: Any, like: Any) -> bool:
     """Whether the kernels take it. They know images whose sides are the smaller one's times the stride."""
     stride = kernels.KINDS[kind][2]
     return all(a == b * stride for a, b in zip(large, small, strict=True)) and convolution.suits(
-        kind, count, channels, outputs, tuple(small), _value(like)
+        kind, count, channels, outputs, tuple(small), value_of(like)
     )
-
-
-def _kind(
-    weight: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: Any,
-    output_padding: Any,
-    count: Any,
-    *,
-    groups: bool = False,
-) -> int | None:
-    """Which of kernels.KINDS it is; with or without groups."""
-    shape = _shape(weight)
-    if len(shape) != 4 or shape[2] != shape[3] or transposed or (count > 1) != groups:
-        return None
-    if len({*stride}) != 1 or len({*padding}) != 1 or {*dilation} != {1}:
-        return None
-    kind = (shape[2], padding[0], stride[0])
-    return kernels.KINDS.index(kind) if kind in kernels.KINDS else None
 
 
 def _only_reader(node: fx.Node, target: Any) -> fx.Node | None:
@@ -309,48 +280,19 @@ def _only_reader(node: fx.Node, target: Any) -> fx.Node | None:
     return user if user.target is target else None
 
 
-def _unfolded(graph: fx.GraphModule, node: Any, shape: Shape) -> fx.Node:
-    """Columns first, from a node with columns in its second axis: what was folded, where that is known."""
-    before = node
-    while before.target in (aten.reshape.default, aten.clone.default):  # neither changes the order of the numbers
-        before = before.args[0]
-    if before.target is aten.permute.default and list(before.args[1]) == _TURN and _shape(before) == shape:
-        return before.args[0]  # type: ignore[no-any-return]
-    apart = _reshaped(graph, node, shape)
-    return _called(graph, aten.permute.default, (apart, _TURN), _value(apart).permute(_TURN))
-
-
-def _reshaped(graph: fx.GraphModule, node: Any, shape: Shape) -> fx.Node:
-    if _shape(node) == tuple(shape):
-        return node  # type: ignore[no-any-return]
-    if node.target is aten.reshape.default and _shape(node.args[0]) == tuple(shape):
-        return node.args[0]  # type: ignore[no-any-return]
-    view = graph.graph.call_function(aten.reshape.default, (node, list(shape)))
-    view.meta["val"] = _value(node).new_empty(shape)
-    return view
-
-
 def _put(graph: fx.GraphModule, node: fx.Node, op: Any, arguments: tuple[Any, ...]) -> None:
     """In the place of a node with columns. What it leaves over is dead code."""
-    node.replace_all_uses_with(_made(graph, op, arguments, _shape(node), node))
+    node.replace_all_uses_with(_made(graph, op, arguments, shape_of(node), node))
 
 
 def _single(graph: fx.GraphModule, node: fx.Node, op: Any, arguments: tuple[Any, ...]) -> fx.Node:
     """In the place of a node without columns."""
-    made = _made(graph, op, arguments, (1, *_shape(node)), node)
-    node.replace_all_uses_with(_reshaped(graph, made, _shape(node)))
+    made = _made(graph, op, arguments, (1, *shape_of(node)), node)
+    node.replace_all_uses_with(reshaped(graph, made, shape_of(node)))
     return made
 
 
 def _made(graph: fx.GraphModule, op: Any, arguments: tuple[Any, ...], shape: Shape, like: fx.Node) -> fx.Node:
     made = graph.graph.call_function(op, arguments)
-    made.meta["val"] = _value(like).new_empty(shape)
+    made.meta["val"] = value_of(like).new_empty(shape)
     return made
-
-
-def _value(node: Any) -> Tensor:
-    return node.meta["val"]  # type: ignore[no-any-return]
-
-
-def _shape(node: Any) -> Shape:
-    return tuple(_value(node).shape)

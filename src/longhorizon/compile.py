@@ -307,6 +307,6 @@ def _tolerance(pairs: list[tuple[Tensor, Tensor]]) -> float:
     leaf = next((a for a, _ in pairs if a.is_floating_point()), None)
     if leaf is None or leaf.dtype == torch.float64:
         return 1e-10
-    if leaf.is_cuda and torch.backends.cudnn.allow_tf32:
+    if cuda.is_half() or (leaf.is_cuda and torch.backends.cudnn.allow_tf32):
         return 5e-2
     return 2e-3 if leaf.is_cuda else 1e-4

@@ -15,9 +15,10 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-Precision = Literal["float32", "tf32", "float64"]
+Precision = Literal["float32", "tf32", "bf16", "float64"]
 
 _asked: Precision | None = None  # by the innermost `precision`
+_half = False  # within `half`
 
 # The compiler would lay the model's own images out channels last, for cuDNN. Tangents are channels first; what reads
 # both then reads one of them with a stride. The others are searches that take a seventh of the compiling and found
@@ -37,10 +38,13 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
 
     torch lets convolutions use TF32, with 10 bits of mantissa, by default. Derivatives through many steps amplify that:
     a Hessian product of WRN-16-1 is off by 5 % in TF32 and by 0.1 % in float32 (benchmarks/results/step_cost_wrn16_*).
+    With "bf16" derivatives are float32; plain training runs side by side are in mixed precision, where there are kernels.
     """
     global _asked
     if kind not in get_args(Precision):
-        raise ValueError(f"precision={kind!r}: expected 'float32', 'tf32', or 'float64' for a model in float64.")
+        raise ValueError(
+            f"precision={kind!r}: expected 'float32', 'tf32', 'bf16', or 'float64' for a model in float64."
+        )
     before, _asked = _asked, kind
     try:
         with _products(kind):
@@ -51,8 +55,9 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
 
 def check_precision(dtype: torch.dtype) -> None:
     """Refuse a model that is not in the precision asked for."""
-    if _asked == "tf32" and dtype == torch.float64:
-        raise ValueError("precision='tf32' with a model in float64: TF32 is a rougher float32; choose one of the two.")
+    if _asked in ("tf32", "bf16") and dtype == torch.float64:
+        rough = "TF32 is a rougher float32" if _asked == "tf32" else "bfloat16 stands in for float32"
+        raise ValueError(f"precision={_asked!r} with a model in float64: {rough}; choose one of the two.")
     if _asked == "float64" and dtype != torch.float64:
         raise ValueError(
             f"precision='float64' with a model in {str(dtype).removeprefix('torch.')}: make it and its batches float64 "
@@ -77,7 +82,25 @@ def _products(kind: Precision) -> Iterator[None]:
 
 def current_precision() -> Precision:
     """What products are computed in now; a compiled step keeps what was so when it was compiled."""
+    if _asked == "bf16":
+        return _asked
     return "tf32" if torch.backends.cudnn.allow_tf32 and torch.cuda.is_available() else "float32"
+
+
+@contextmanager
+def half() -> Iterator[None]:
+    """While a step of plain training runs is made or compared whose convolutions are to be in bfloat16."""
+    global _half
+    before, _half = _half, True
+    try:
+        yield
+    finally:
+        _half = before
+
+
+def is_half() -> bool:
+    """Whether such a step is being made."""
+    return _half
 
 
 def compiled(graph: fx.GraphModule, args: list[Tensor], reseed: Callable[[], None]) -> Callable[..., list[Tensor]]:

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
+from longhorizon import cuda
 from longhorizon.normalise import normalise
 from longhorizon.rules import Params
 from longhorizon.task import Task, call_loss
@@ -197,7 +198,7 @@ def _batch_norm(m: Any, x: Tensor) -> Tensor:
     count = x.numel() // x.shape[1]
     if count < 2:
         raise ValueError(f"BatchNorm needs more than one value per channel to train on, got {tuple(x.shape)}.")
-    normed, mean, var = normalise(x, m.weight, m.bias, m.eps)
+    normed, mean, var = normalise(x, m.weight, m.bias, m.eps, m.running_mean if cuda.is_half() else None)
     if m.training and m.running_mean is not None:
         _track(m, mean, var * (count / (count - 1)))
     return normed

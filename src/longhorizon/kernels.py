@@ -1,4 +1,4 @@
-"""Building and starting the kernels of kernels.cu: one per size, in threads, once a graph is known to need it."""
+"""Building and starting the kernels of kernels.cu and kernels_bf16.cu: one per size, in threads, once a graph is known to need it."""
 
 import importlib.resources
 from collections.abc import Callable, Iterable
@@ -51,12 +51,13 @@ class Plan:
     """A kernel and how to start it.
 
     Attributes:
-        name: in kernels.cu.
+        name: in the source.
         macros: what it is built with.
         grid: programs.
         threads: of a program.
         floats: of shared memory of a program.
         parts: of a sum that is left to do.
+        source: the file that it is in.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Plan:
     floats: int
     parts: int = 1
     per_part: int = 0
+    source: str = "kernels.cu"
 
 
 def convolve(s: Size) -> Plan:
@@ -136,7 +138,7 @@ def weigh(s: Size) -> Plan:
 
 def prepare(plan: Plan, device: torch.device) -> None:
     """Begin to build."""
-    _begin(plan.name, plan.macros, device)
+    _begin(plan.source, plan.name, plan.macros, device)
 
 
 def run(plan: Plan, tensors: Iterable[Tensor | None], others: list[Any]) -> None:
@@ -144,28 +146,28 @@ def run(plan: Plan, tensors: Iterable[Tensor | None], others: list[Any]) -> None
     given = list(tensors)
     there = next(x for x in given if x is not None)
     given = [there if x is None else x.contiguous() for x in given]  # one that is missing is not read
-    kernel = _ready(plan.name, plan.macros, plan.floats * 4, there.device)
+    kernel = _ready(plan.source, plan.name, plan.macros, plan.floats * 4, there.device)
     kernel(plan.grid, (plan.threads, 1, 1), [*given, *others], shared_mem=plan.floats * 4)
 
 
 @cache
-def _begin(name: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> "Future[Any]":
-    return _builders().submit(_built, name, macros, device)
+def _begin(source: str, name: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> "Future[Any]":
+    return _builders().submit(_built, source, name, macros, device)
 
 
-def _built(name: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> Any:
-    source = importlib.resources.files("longhorizon").joinpath("kernels.cu").read_text("utf-8")
+def _built(source: str, name: str, macros: tuple[tuple[str, int], ...], device: torch.device) -> Any:
+    text = importlib.resources.files("longhorizon").joinpath(source).read_text("utf-8")
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (*macros, (name.upper(), 1)))
     with torch.cuda.device(device):
         torch.zeros(1, device=device)  # a thread has no device until it has used one
-        return torch.cuda._compile_kernel(defined + source, name)
+        return torch.cuda._compile_kernel(defined + text, name)
 
 
 @cache
 def _ready(
-    name: str, macros: tuple[tuple[str, int], ...], shared_memory: int, device: torch.device
+    source: str, name: str, macros: tuple[tuple[str, int], ...], shared_memory: int, device: torch.device
 ) -> Callable[..., None]:
-    kernel: Any = _begin(name, macros, device).result()
+    kernel: Any = _begin(source, name, macros, device).result()
     if shared_memory >= 48 * 1024:
         kernel.set_shared_memory_config(shared_memory)
     return kernel  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ hyperparameters; the model, the rule and the number of steps are one. Measured b
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longhorizon import compile, convolution, tree
+from longhorizon import compile, convolution, cuda, tree
 from longhorizon.batches import free_memory
 from longhorizon.inner import State
 from longhorizon.problem import Problem
@@ -42,6 +43,7 @@ class Lanes:
         steps = steps or first.steps
         on_cpu = first.device.type == "cpu"
         self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
+        self._half = not on_cpu and cuda.current_precision() == "bf16"
         self._form = _form(first.batch(0))  # the shape that is traced; batches of others are rare, or all differ
 
     def step(self, t: int) -> Tensor:
@@ -54,7 +56,8 @@ class Lanes:
         step: Callable[..., Any] = batched(first)
         if self._traced and forms == {self._form}:
             step = compile.traced(step, first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(t))
-        self.state, losses = step(self.state, _stacked(batches), hypers)
+        with cuda.half() if self._half else nullcontext():
+            self.state, losses = step(self.state, _stacked(batches), hypers)
         found: Tensor = losses[: len(self.problems)]
         return found.detach()
 

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 
-def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns BatchNorm of a batch (images, channels, …), and the batch's mean and variance (that divides by n)."""
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, near: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns BatchNorm of a batch (images, channels, …), and the batch's mean and variance (that divides by n).
+
+    Args:
+        near: numbers near the batch's means, which need not be looked for then; for plain training.
+    """
     shape = [1, -1] + [1] * (x.ndim - 2)
-    shift = _constant(_mean(x))
+    shift = _constant(_mean(x)) if near is None else near.view(shape)
     centred = x - _per_image(shift, x)
     mean = _mean(centred)
     var = _mean(centred * centred) - mean * mean

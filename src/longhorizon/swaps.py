@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from longhorizon import convolution
+from longhorizon import convolution, cuda
 from longhorizon.columns import use_column_kernels
+from longhorizon.lane_graph import use_lane_kernels
 
 aten = torch.ops.aten
 
@@ -25,6 +26,8 @@ def shape_of(node: Any) -> Any:
 
 def swap_kernels(graph: fx.GraphModule) -> None:
     """Put faster ways in the place of slower ones. Results are the same to rounding."""
+    if cuda.is_half():
+        use_lane_kernels(graph)
     for node in list(graph.graph.nodes):
         if node.target is aten.convolution_backward.default:
             _swap_weight_gradient(node)

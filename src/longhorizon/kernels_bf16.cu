@@ -1,0 +1,321 @@
+// Convolutions of training runs side by side, on tensor cores, in bfloat16: every run (lane) has weights of its own.
+//
+// Images lie as [lane][image][row][column][channel] in bfloat16, so that a tap is a shift by whole pixels: a strip of an image
+// is copied to shared memory once, and every tap reads it from there in the form that the tensor cores want (ldmatrix). Sums
+// are float32. Weights come in float32 as torch has them, and are packed first.
+//
+// Given by the caller as macros:
+//   C, O          channels that are summed over (a multiple of 8), and of the result; of a weight's gradient: in and out
+//   REAL          channels that there really are, where C has been filled up
+//   SIDE          of the image that is made (of a weight's gradient: of the gradient), which is square
+//   TAPS, STRIDE  3 with a margin of one pixel, or 1 without; the image that is read is STRIDE times larger
+//   UP            1: what is read is spread, with zeros between its pixels, to be as large as what is made
+//   ROWS, IMAGES  of a strip: rows of what is made, and images of which a program takes as many rows each
+//   T, G          tiles of a warp: T of 16 pixels by G of 8 outputs (of a weight's gradient: T of 16 outputs by G of 8 channels)
+//   TURNED        packing: outputs and channels change places, and taps are turned round (for the gradient of an image)
+
+typedef unsigned int u32;
+
+#define MARGIN (TAPS == 3 ? 1 : 0)
+#define LARGE (SIDE * STRIDE)
+#define LINES ((ROWS - 1) * STRIDE + TAPS)
+#define WIDTH (LARGE + 2 * MARGIN)
+#define PITCH(channels) ((channels) == 8 ? 16 : (channels) * 2 + 16)  // bytes of a pixel: eight in a row meet no bank twice
+#define STRIPS (SIDE / ROWS)
+#define STEPS (C == 8 ? 1 : C / 16)
+#define HALVES (C == 8 ? 1 : 2)  // registers of a factor's column: 8 channels each
+
+__device__ __forceinline__ u32 two(float low, float high) {  // as bfloat16
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u32 shared_address(const void *pointer) {
+    u32 address;
+    asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(address) : "l"(pointer));
+    return address;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Weights [lane][out][in][tap] to [lane][tap][step][group][thread of a warp][G * HALVES], two channels in each: the columns of
+// G tiles are dealt out so that a thread's results lie side by side.
+
+#ifdef PACK
+
+extern "C" __global__ void __launch_bounds__(256) pack(const float *weights, u32 *packed, int total) {
+    int i = blockIdx.x * 256 + threadIdx.x;
+    if (i >= total) return;
+    int rest = i;
+    const int half = rest % HALVES, tile = rest / HALVES % G, thread = rest / (HALVES * G) % 32;
+    rest /= HALVES * G * 32;
+    const int group = rest % (O / 8 / G), step = rest / (O / 8 / G) % STEPS, tap = rest / (O / 8 / G * STEPS) % (TAPS * TAPS);
+    const int lane = rest / (O / 8 / G * STEPS * TAPS * TAPS);
+    const int n = thread / 4, out = group * 8 * G + 2 * G * (n / 2) + 2 * tile + n % 2;
+    const int in = step * 16 + half * 8 + thread % 4 * 2;
+    float value[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#if TURNED
+        value[e] = weights[((lane * C + in + e) * O + out) * (TAPS * TAPS) + TAPS * TAPS - 1 - tap];
+#else
+        value[e] = in + e < REAL ? weights[((lane * O + out) * REAL + in + e) * (TAPS * TAPS) + tap] : 0.f;
+#endif
+    }
+    packed[i] = two(value[0], value[1]);
+}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Begin to copy a strip with its margin; what lies outside the image, or between spread pixels, is zero.
+template <int CHANNELS, int SOURCE>
+__device__ __forceinline__ void load_strip(u32 tile, const char *images, int first) {
+    constexpr int chunks = CHANNELS / 8, per_line = WIDTH * chunks, all = IMAGES * LINES * per_line;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < all; i += blockDim.x) {
+        const int chunk = i % chunks, pixel = i / chunks, x = pixel % WIDTH - MARGIN, line = pixel / WIDTH;
+        const int image = line / LINES, y = first + line % LINES - MARGIN;
+        bool there = x >= 0 && x < LARGE && y >= 0 && y < LARGE;
+        int place = (image * SOURCE + y) * SOURCE + x;
+        if (UP) {
+            there = there && !(x & 1) && !(y & 1);
+            place = (image * SOURCE + (y >> 1)) * SOURCE + (x >> 1);
+        }
+        const char *from = there ? images + (long long)place * (CHANNELS * 2) + chunk * 16 : images;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(tile + pixel * PITCH(CHANNELS) + chunk * 16),
+                     "l"(from), "r"(there ? 16 : 0));
+    }
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wait_for() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+__device__ __forceinline__ void load4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+__device__ __forceinline__ void load2(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
+}
+__device__ __forceinline__ void load4_turned(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+__device__ __forceinline__ void load2_turned(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
+}
+
+__device__ __forceinline__ void multiply16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply8(float (&sum)[4], const u32 (&a)[4], u32 b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// Where the pixel of a strip lies in shared memory, for the first tap.
+template <int CHANNELS> __device__ __forceinline__ u32 offset_of(int pixel) {
+    const int image = pixel / (ROWS * SIDE), y = pixel % (ROWS * SIDE) / SIDE, x = pixel % SIDE;
+    return ((image * LINES + y * STRIDE) * WIDTH + x * STRIDE) * PITCH(CHANNELS);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Convolution: pixels are the rows of a product, outputs its columns.
+
+#ifdef CONVOLVE
+
+#define ACROSS (O / 8 / G)  // warps over outputs
+#define THREADS (32 * ACROSS * (IMAGES * ROWS * SIDE / 16 / T))
+
+// result[lane, image] = images[lane, image] * weights[lane] (+ other[lane, image])
+extern "C" __global__ void __launch_bounds__(THREADS)
+convolve(const char *images, const u32 *packed, const char *other, char *result, int count) {
+    extern __shared__ uint4 memory[];
+    const u32 tile = shared_address(memory);
+    const int per_lane = count / IMAGES * STRIPS, lane_of = blockIdx.x / per_lane, unit = blockIdx.x % per_lane;
+    const int strip = unit % STRIPS;
+    const long long place = (long long)lane_of * count + unit / STRIPS * IMAGES;
+    constexpr int source = UP ? LARGE / 2 : LARGE;
+    load_strip<C, source>(tile, images + place * (source * source * C * 2), strip * ROWS * STRIDE);
+    commit();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int group = warp % ACROSS, first = warp / ACROSS * T;
+    u32 from[T];
+#pragma unroll
+    for (int i = 0; i < T; i++)
+        from[i] = tile + offset_of<C>((first + i) * 16 + lane % 16) + (C == 8 ? 0 : lane / 16 * 16);
+    constexpr int held = G * HALVES;
+    packed += ((long long)lane_of * (TAPS * TAPS * STEPS * ACROSS) + group) * (32 * held) + lane * held;
+    float sum[T][G][4] = {};
+    wait_for<0>();
+    __syncthreads();
+#pragma unroll
+    for (int dy = 0; dy < TAPS; dy++) {
+#pragma unroll
+        for (int dx = 0; dx < TAPS; dx++) {
+#pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                u32 b[held];
+                const u32 *weight = packed + ((dy * TAPS + dx) * STEPS + step) * (ACROSS * 32 * held);
+#pragma unroll
+                for (int k = 0; k < held; k += held < 4 ? 2 : 4) {
+                    if (held < 4) {
+                        uint2 w = __ldg((const uint2 *)(weight + k));
+                        b[k] = w.x, b[k + 1] = w.y;
+                    } else {
+                        uint4 w = __ldg((const uint4 *)(weight + k));
+                        b[k] = w.x, b[k + 1] = w.y, b[k + 2] = w.z, b[k + 3] = w.w;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < T; i++) {
+                    u32 a[4];
+                    const u32 here = from[i] + (dy * WIDTH + dx) * PITCH(C) + step * 32;
+                    if (C == 8) load2(a, here);
+                    else load4(a, here);
+#pragma unroll
+                    for (int j = 0; j < G; j++) {
+                        if (C == 8) multiply8(sum[i][j], a, b[j]);
+                        else multiply16(sum[i][j], a, b[j * HALVES], b[j * HALVES + HALVES - 1]);
+                    }
+                }
+            }
+        }
+    }
+    const int g = lane / 4, t = lane % 4;
+    const long long begin = ((place * SIDE + strip * ROWS) * SIDE + first * 16 + g) * O + group * 8 * G + t * 2 * G;
+    u32 *to = (u32 *)(result + begin * 2);
+    const u32 *added = (const u32 *)(other + begin * 2);
+#pragma unroll
+    for (int i = 0; i < T; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {  // pixels g and g + 8
+            u32 made[G];
+            const int at = (i * 16 + half * 8) * O / 2;
+            if (ADDED) {
+#pragma unroll
+                for (int k = 0; k < G; k += 2) {
+                    uint2 x = *(const uint2 *)(added + at + k);
+                    made[k] = x.x, made[k + 1] = x.y;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < G; j++) {
+                float low = sum[i][j][half * 2], high = sum[i][j][half * 2 + 1];
+                if (ADDED) low += __uint_as_float(made[j] << 16), high += __uint_as_float(made[j] & 0xffff0000u);
+                made[j] = two(low, high);
+            }
+#pragma unroll
+            for (int k = 0; k < G; k += G < 4 ? 2 : 4) {
+                if (G < 4) *(uint2 *)(to + at + k) = make_uint2(made[k], made[k + 1]);
+                else *(uint4 *)(to + at + k) = make_uint4(made[k], made[k + 1], made[k + 2], made[k + 3]);
+            }
+        }
+    }
+}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Gradient of the weight: outputs are the rows of a product, channels its columns, and the sum goes over pixels. A warp makes T
+// tiles of 16 outputs by G tiles of 8 channels, for all taps, from its share of the pixels.
+
+#ifdef WEIGH
+
+#define ACROSS (O / 16 / T)
+#define DOWN (C / 8 / G)
+#define THREADS (32 * ACROSS * DOWN * SHARES)
+#define IMAGE_BYTES (IMAGES * LINES * WIDTH * PITCH(C))
+#define GRAD_BYTES (IMAGES * ROWS * SIDE * PITCH(O))
+
+__device__ __forceinline__ void load_both(u32 tile, const char *images, const char *grads, long long place, int strip) {
+    load_strip<C, LARGE>(tile, images + place * (LARGE * LARGE * C * 2), strip * ROWS * STRIDE);
+    const char *from = grads + (place * SIDE + strip * ROWS) * (SIDE * O * 2);
+    constexpr int chunks = O / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < IMAGES * ROWS * SIDE * chunks; i += blockDim.x)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(tile + IMAGE_BYTES + i / chunks * PITCH(O) + i % chunks * 16),
+                     "l"(from + (long long)i * 16));
+    commit();
+}
+
+// result[part, lane] = sum over a part of the strips of all images, of grads[lane] by images[lane]
+extern "C" __global__ void __launch_bounds__(THREADS)
+weigh(const char *images, const char *grads, float *result, int lanes, int count, int per_part) {
+    extern __shared__ uint4 memory[];
+    const u32 tiles = shared_address(memory);
+    const int lane_of = blockIdx.y, units = count / IMAGES * STRIPS;
+    const int begin = blockIdx.x * per_part, end = min(units, begin + per_part);
+    const long long before = (long long)lane_of * count;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i8 = lane / 8;
+    const int across = warp % ACROSS, down = warp / ACROSS % DOWN, share = warp / ACROSS / DOWN;
+    const u32 left = IMAGE_BYTES + ((i8 / 2) * 8 + lane % 8) * PITCH(O) + (across * T * 16 + i8 % 2 * 8) * 2;
+    const u32 right = (down * G * 8 + (G == 1 ? 0 : i8 / 2 * 8)) * 2;
+    float sum[T][G][TAPS * TAPS][4] = {};
+    if (begin < end) load_both(tiles, images, grads, before + begin / STRIPS * IMAGES, begin % STRIPS);
+    for (int unit = begin; unit < end; unit++) {
+        const u32 tile = tiles + (unit - begin) % 2 * (IMAGE_BYTES + GRAD_BYTES);
+        if (unit + 1 < end) {
+            load_both(tiles + (unit + 1 - begin) % 2 * (IMAGE_BYTES + GRAD_BYTES), images, grads,
+                      before + (unit + 1) / STRIPS * IMAGES, (unit + 1) % STRIPS);
+            wait_for<1>();
+        } else {
+            wait_for<0>();
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int block = share; block < IMAGES * ROWS * SIDE / 16; block += SHARES) {
+            u32 a[T][4];
+#pragma unroll
+            for (int i = 0; i < T; i++) load4_turned(a[i], tile + left + block * 16 * PITCH(O) + i * 32);
+            const u32 here = tile + right + offset_of<C>(block * 16 + i8 % 2 * 8 + lane % 8);
+#pragma unroll
+            for (int tap = 0; tap < TAPS * TAPS; tap++) {
+#pragma unroll
+                for (int j = 0; j < G; j += 2) {
+                    u32 b[4];
+                    const u32 at = here + (tap / TAPS * WIDTH + tap % TAPS) * PITCH(C) + j * 16;
+                    if (G == 1) load2_turned(b, at);
+                    else load4_turned(b, at);
+#pragma unroll
+                    for (int i = 0; i < T; i++) {
+                        multiply16(sum[i][j][tap], a[i], b[0], b[1]);
+                        if (G > 1) multiply16(sum[i][j + (G > 1)][tap], a[i], b[2], b[3]);
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+    const int g = lane / 4, t = lane % 4;
+    float *to = result + ((long long)blockIdx.x * lanes + lane_of) * (O * REAL * TAPS * TAPS);
+    float *gathered = SHARES > 1 ? (float *)memory : to;  // shares are added one after the other, always in the same order
+    for (int turn = 0; turn < SHARES; turn++) {
+        if (share == turn) {
+#pragma unroll
+            for (int i = 0; i < T; i++)
+#pragma unroll
+                for (int j = 0; j < G; j++)
+#pragma unroll
+                    for (int tap = 0; tap < TAPS * TAPS; tap++)
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            const int o = (across * T + i) * 16 + g + k / 2 * 8, c = (down * G + j) * 8 + t * 2 + k % 2;
+                            float *here = gathered + (o * REAL + c) * TAPS * TAPS + tap;
+                            if (c < REAL) *here = (turn ? *here : 0) + sum[i][j][tap][k];
+                        }
+        }
+        __syncthreads();
+    }
+    if (SHARES > 1)
+        for (int i = threadIdx.x; i < O * REAL * TAPS * TAPS; i += blockDim.x) to[i] = gathered[i];
+}
+
+#endif

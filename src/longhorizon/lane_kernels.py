@@ -1,0 +1,229 @@
+"""Convolutions of training runs side by side, in bfloat16: operations that can stand in a graph, and their kernels.
+
+A plain training run needs no more digits than everybody's mixed precision has: products of bfloat16, sums in float32,
+weights and optimizer in float32. Half as many bytes then go through memory, which is what a small network's step waits
+for. Images lie with their channels last, (lanes, images, side, side, channels). Measured by benchmarks/lanes_gpu.py.
+
+    lane_convolution         result[n, i] = images[n, i] * weights[n] (+ other[n, i]); turned: the gradient of the images
+    lane_weight_gradient     result[n] = images[n] by grads[n], in float32
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from longhorizon import kernels
+from longhorizon.kernels import KINDS, Plan
+
+SOURCE = "kernels_bf16.cu"
+MOST = 200 * 1024  # bytes of shared memory of a program; an H200 has 227 KiB, an A100 163
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a convolution of lanes.
+
+    Attributes:
+        lanes: training runs.
+        count: images of each.
+        channels: of the image of the convolution.
+        outputs: of the convolution.
+        side: of the smaller image.
+        kind: place in `KINDS`.
+    """
+
+    lanes: int
+    count: int
+    channels: int
+    outputs: int
+    side: int
+    kind: int
+
+    @property
+    def padded(self) -> int:
+        """Channels, filled up to what the kernels take."""
+        return max(8, self.channels)
+
+
+def convolve(s: Size, turned: bool, added: bool) -> Plan:
+    """The convolution, or (turned) the gradient of its image."""
+    taps, _, stride = KINDS[s.kind]
+    summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
+    side, step, up = (s.side * stride, 1, stride == 2) if turned else (s.side, stride, False)
+    rows = side if side == 16 and step == 1 and summed <= 32 else 8
+    images = 2 if side == 8 and step == 1 and s.count % 2 == 0 else 1
+    across = made // 8 // _group(made)
+    tiles = images * rows * side // 16
+    each = 4 if tiles // 4 * across >= 4 else 2
+    width = side * step + (taps == 3) * 2
+    macros = {**_form(taps, step, rows, images), "C": summed, "O": made, "REAL": summed, "SIDE": side, "UP": int(up)}
+    macros |= {"T": each, "G": _group(made), "ADDED": int(added)}
+    return Plan(
+        "convolve",
+        tuple(macros.items()),
+        (s.lanes * (s.count // images) * (side // rows), 1, 1),
+        32 * across * (tiles // each),
+        images * ((rows - 1) * step + taps) * width * _pitch(summed) // 4,
+        source=SOURCE,
+    )
+
+
+def pack(s: Size, turned: bool) -> tuple[Plan, int]:
+    """The weights in the order in which `convolve` wants them, and how many words that is."""
+    taps = KINDS[s.kind][0]
+    summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
+    words = s.lanes * taps**2 * summed * made // 2
+    macros = {**_form(taps, 1, 8, 1), "C": summed, "O": made, "REAL": s.channels, "SIDE": 8, "UP": 0, "T": 1}
+    macros |= {"G": _group(made), "TURNED": int(turned)}
+    return Plan("pack", tuple(macros.items()), (-(-words // 256), 1, 1), 256, 0, source=SOURCE), words
+
+
+def weigh(s: Size) -> Plan:
+    """The gradient of the weights: strips are dealt out to programs, whose sums are left to be added."""
+    taps, _, stride = KINDS[s.kind]
+    images = 2 if s.side == 8 and stride == 1 and s.count % 2 == 0 else 1
+    tiles, across = min(2, s.outputs // 16), min(2, s.padded // 8)
+    warps = (s.outputs // 16 // tiles) * (s.padded // 8 // across)
+    shares = max(1, 4 // warps)
+    width = s.side * stride + (taps == 3) * 2
+    units = s.count // images * (s.side // 8)
+    per_part = -(-units // max(1, min(units, (528 if warps * shares <= 4 else 132) // s.lanes)))
+    parts = -(-units // per_part)
+    macros = {**_form(taps, stride, 8, images), "C": s.padded, "O": s.outputs, "REAL": s.channels, "SIDE": s.side}
+    macros |= {"UP": 0, "T": tiles, "G": across, "SHARES": shares}
+    strip = images * (7 * stride + taps) * width * _pitch(s.padded) + images * 8 * s.side * _pitch(s.outputs)
+    gathered = s.outputs * s.channels * taps**2 * 4 if shares > 1 else 0
+    return Plan(
+        "weigh",
+        tuple(macros.items()),
+        (parts, s.lanes, 1),
+        32 * warps * shares,
+        max(2 * strip, gathered) // 4,
+        parts,
+        per_part,
+        SOURCE,
+    )
+
+
+def fits(s: Size) -> bool:
+    """Whether the strips of all kernels of a size fit into shared memory."""
+    plans = [convolve(s, False, False), weigh(s), *([convolve(s, True, False)] if s.channels >= 16 else [])]
+    return all(4 * plan.floats <= MOST for plan in plans)
+
+
+def _form(taps: int, stride: int, rows: int, images: int) -> dict[str, int]:
+    return {"TAPS": taps, "STRIDE": stride, "ROWS": rows, "IMAGES": images}
+
+
+def _group(made: int) -> int:
+    """Tiles of 8 outputs that a warp makes."""
+    return 2 if made == 16 else 4
+
+
+def _pitch(channels: int) -> int:
+    """Bytes of a pixel in shared memory; as in the kernels."""
+    return 16 if channels == 8 else 2 * channels + 16
+
+
+@cache
+def operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Both of them, such as can stand in a graph."""
+    convolution = "(Tensor images, Tensor weights, Tensor? other, int kind, bool turned) -> Tensor"
+    torch.library.custom_op("longhorizon::lane_convolution", _convolved, mutates_args=(), schema=convolution)
+    torch.library.register_fake("longhorizon::lane_convolution", _shape_of_convolution)
+    gradient = "(Tensor images, Tensor grads, int kind, int channels) -> Tensor"
+    torch.library.custom_op("longhorizon::lane_weight_gradient", _weighed, mutates_args=(), schema=gradient)
+    torch.library.register_fake("longhorizon::lane_weight_gradient", _shape_of_gradient)
+    ops = torch.ops.longhorizon
+    return ops.lane_convolution.default, ops.lane_weight_gradient.default
+
+
+def like(operation: Any, *args: Any) -> Tensor:
+    """An empty result of an operation."""
+    return (_shape_of_convolution if operation is operations()[0] else _shape_of_gradient)(*args)
+
+
+def prepare(nodes: Iterable[fx.Node]) -> None:
+    """Begin to build the kernels of a graph's operations."""
+    convolution, gradient = operations()
+    for node in nodes:
+        if node.target not in (convolution, gradient):
+            continue
+        given: Any = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
+        if node.target is gradient:
+            kernels.prepare(weigh(_size_of_gradient(*given)), given[0].device)
+        else:
+            size = _size_of_convolution(*given[:2], *given[3:])
+            kernels.prepare(pack(size, given[4])[0], given[0].device)
+            kernels.prepare(convolve(size, given[4], given[2] is not None), given[0].device)
+
+
+def _size_of_convolution(images: Tensor, weights: Tensor, kind: int, turned: bool) -> Size:
+    lanes, outputs, channels = weights.shape[:3]
+    side = images.shape[2] if turned else images.shape[2] // KINDS[kind][2]
+    return Size(lanes, images.shape[1], channels, outputs, side, kind)
+
+
+def _shape_of_convolution(images: Tensor, weights: Tensor, other: Tensor | None, kind: int, turned: bool) -> Tensor:
+    s = _size_of_convolution(images, weights, kind, turned)
+    side, made = (s.side * KINDS[kind][2], s.channels) if turned else (s.side, s.outputs)
+    return images.new_empty(s.lanes, s.count, side, side, made)
+
+
+def _convolved(images: Tensor, weights: Tensor, other: Tensor | None, kind: int, turned: bool) -> Tensor:
+    if not images.is_cuda:
+        return _convolved_plainly(images, weights, other, kind, turned)
+    size = _size_of_convolution(images, weights, kind, turned)
+    plan, words = pack(size, turned)
+    packed = torch.empty(words, dtype=torch.int32, device=images.device)
+    kernels.run(plan, (weights,), [packed, words])
+    result = _shape_of_convolution(images, weights, other, kind, turned)
+    kernels.run(convolve(size, turned, other is not None), (images, packed, other), [result, size.count])
+    return result
+
+
+def _convolved_plainly(images: Tensor, weights: Tensor, other: Tensor | None, kind: int, turned: bool) -> Tensor:
+    """The same in torch's own operations: what the kernels are tested by, and what a CPU does."""
+    _, padding, stride = KINDS[kind]
+    found = []
+    for image, weight in zip(images.float().movedim(-1, -3), weights.to(images.dtype).float(), strict=True):
+        if turned:
+            made = F.conv_transpose2d(image, weight, padding=padding, stride=stride, output_padding=stride - 1)
+        else:
+            made = F.conv2d(image[:, : weight.shape[1]], weight, padding=padding, stride=stride)
+        found.append(made.movedim(-3, -1))
+    result = torch.stack(found)
+    return (result if other is None else result + other.float()).to(images.dtype).contiguous()
+
+
+def _size_of_gradient(images: Tensor, grads: Tensor, kind: int, channels: int) -> Size:
+    lanes, count, side, _, outputs = grads.shape
+    return Size(lanes, count, channels, outputs, side, kind)
+
+
+def _shape_of_gradient(images: Tensor, grads: Tensor, kind: int, channels: int) -> Tensor:
+    s, taps = _size_of_gradient(images, grads, kind, channels), KINDS[kind][0]
+    return images.new_empty(s.lanes, s.outputs, channels, taps, taps, dtype=torch.float32)
+
+
+def _weighed(images: Tensor, grads: Tensor, kind: int, channels: int) -> Tensor:
+    result = _shape_of_gradient(images, grads, kind, channels)
+    if not images.is_cuda:
+        _, padding, stride = KINDS[kind]
+        pairs = zip(images.float().movedim(-1, -3), grads.float().movedim(-1, -3), strict=True)
+        size = result.shape[1:]
+        found = [
+            torch.nn.grad.conv2d_weight(image[:, :channels], size, grad, stride=stride, padding=padding)
+            for image, grad in pairs
+        ]
+        return torch.stack(found)
+    size = _size_of_gradient(images, grads, kind, channels)
+    plan = weigh(size)
+    parts = result.new_empty(plan.parts, *result.shape)
+    kernels.run(plan, (images, grads), [parts, size.lanes, size.count, plan.per_part])
+    return parts.sum(0)
