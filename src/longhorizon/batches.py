@@ -4,7 +4,7 @@ The adjoint reads batches backwards. A sequence is simply indexed. An iterable i
 are needed again they are kept, and the adjoint refuses beforehand what would not fit.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,19 @@ class Batches:
             raise TypeError(f"Task.train returned {type(self._source).__name__}: expected batches, in an iterable.")
         self._iterator = iter(()) if self.is_sequence else iter(self._source)
         self._cursor = 0
+
+
+def joined(streams: Sequence[Batches], step: int) -> Any:
+    """The batches of a step of several runs, stacked, where their sources can make them in one go; or None.
+
+    Such a source has `joined(sources, step)`, all its batches have one shape, and what is random about them comes from
+    a seed of its own.
+    """
+    sources = [stream._source for stream in streams]
+    make = getattr(type(sources[0]), "joined", None)
+    if make is None or any(type(source) is not type(sources[0]) for source in sources):
+        return None
+    return make(sources, step)
 
 
 def nbytes(batch: Any) -> int:

@@ -10,7 +10,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from longhorizon import convolution, kernels
 from longhorizon.nodes import TURN, Shape, called, kind_of, reshaped, shape_of, unfolded, value_of

@@ -38,7 +38,8 @@ def precision(kind: Precision = "float32") -> Iterator[None]:
 
     torch lets convolutions use TF32, with 10 bits of mantissa, by default. Derivatives through many steps amplify that:
     a Hessian product of WRN-16-1 is off by 5 % in TF32 and by 0.1 % in float32 (benchmarks/results/step_cost_wrn16_*).
-    With "bf16" derivatives are float32; plain training runs side by side are in mixed precision, where there are kernels.
+    With "bf16" derivatives are float32, and plain training runs side by side are in mixed precision where there are
+    kernels for it.
     """
     global _asked
     if kind not in get_args(Precision):

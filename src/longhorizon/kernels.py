@@ -1,4 +1,4 @@
-"""Building and starting the kernels of kernels.cu and kernels_bf16.cu: one per size, in threads, once a graph is known to need it."""
+"""Building and starting the kernels of the .cu files: one per size, in threads, once a graph is known to need it."""
 
 import importlib.resources
 from collections.abc import Callable, Iterable

@@ -69,25 +69,58 @@ extern "C" __global__ void __launch_bounds__(256) pack(const float *weights, u32
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Begin to copy a strip with its margin; what lies outside the image, or between spread pixels, is zero.
-template <int CHANNELS, int SOURCE>
-__device__ __forceinline__ void load_strip(u32 tile, const char *images, int first) {
-    constexpr int chunks = CHANNELS / 8, per_line = WIDTH * chunks, all = IMAGES * LINES * per_line;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < all; i += blockDim.x) {
-        const int chunk = i % chunks, pixel = i / chunks, x = pixel % WIDTH - MARGIN, line = pixel / WIDTH;
-        const int image = line / LINES, y = first + line % LINES - MARGIN;
-        bool there = x >= 0 && x < LARGE && y >= 0 && y < LARGE;
-        int place = (image * SOURCE + y) * SOURCE + x;
-        if (UP) {
-            there = there && !(x & 1) && !(y & 1);
-            place = (image * SOURCE + (y >> 1)) * SOURCE + (x >> 1);
+#ifdef WEIGH
+#define ACROSS (O / 16 / T)  // warps over outputs
+#define DOWN (C / 8 / G)     // over channels
+#define THREADS (32 * ACROSS * DOWN * SHARES)
+#else
+#define ACROSS (O / 8 / G)
+#define THREADS (32 * ACROSS * (IMAGES * ROWS * SIDE / 16 / T))
+#endif
+
+#ifndef PACK
+
+// Copies strips with their margin to shared memory; what lies outside the image, or between spread pixels, is zero. Where a
+// thread reads and writes is the same for every strip, but for the lines above the first and below the last one.
+template <int SOURCE> struct Loader {
+    static constexpr int chunks = C / 8, all = IMAGES * LINES * WIDTH * chunks, turns = (all + THREADS - 1) / THREADS;
+    int from[turns];
+    u32 there, above, below;  // a bit for every turn
+
+    __device__ __forceinline__ Loader() : there(0), above(0), below(0) {
+#pragma unroll
+        for (int k = 0; k < turns; k++) {
+            const int i = threadIdx.x + k * THREADS, pixel = i / chunks, x = pixel % WIDTH - MARGIN;
+            const int image = pixel / WIDTH / LINES, line = pixel / WIDTH % LINES, y = line - MARGIN;
+            bool inside = i < all && x >= 0 && x < LARGE;
+            int place = (image * SOURCE + y) * SOURCE + x;
+            if (UP) {
+                inside = inside && !(x & 1) && !(y & 1);
+                place = (image * SOURCE + (y >> 1)) * SOURCE + (x >> 1);
+            }
+            from[k] = place * (C * 2) + i % chunks * 16;
+            there |= (u32)inside << k;
+            if (MARGIN) above |= (u32)(line == 0) << k;
+            if (MARGIN && STRIDE == 1) below |= (u32)(line == LINES - 1) << k;
         }
-        const char *from = there ? images + (long long)place * (CHANNELS * 2) + chunk * 16 : images;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(tile + pixel * PITCH(CHANNELS) + chunk * 16),
-                     "l"(from), "r"(there ? 16 : 0));
     }
-}
+
+    // Begin to copy, from the image that a strip begins in.
+    __device__ __forceinline__ void operator()(u32 tile, const char *image, int strip) const {
+        image += strip * (ROWS * STRIDE / (UP ? 2 : 1) * SOURCE * C * 2);
+        u32 reads = there;
+        if (strip == 0) reads &= ~above;
+        if (strip == STRIPS - 1) reads &= ~below;
+        const u32 to = tile + threadIdx.x / chunks * PITCH(C) + threadIdx.x % chunks * 16;
+#pragma unroll
+        for (int k = 0; k < turns; k++) {
+            const bool read = reads >> k & 1;
+            if (k + 1 < turns || (int)threadIdx.x + k * THREADS < all)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + k * (THREADS / chunks * PITCH(C))),
+                             "l"(read ? image + from[k] : image), "r"(read ? 16 : 0));
+        }
+    }
+};
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wait_for() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
@@ -120,6 +153,19 @@ __device__ __forceinline__ void multiply8(float (&sum)[4], const u32 (&a)[4], u3
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
+template <int COUNT> __device__ __forceinline__ void load_weights(u32 (&b)[COUNT], const u32 *weight) {
+#pragma unroll
+    for (int k = 0; k < COUNT; k += COUNT < 4 ? 2 : 4) {
+        if (COUNT < 4) {
+            uint2 w = __ldg((const uint2 *)(weight + k));
+            b[k] = w.x, b[k + 1] = w.y;
+        } else {
+            uint4 w = __ldg((const uint4 *)(weight + k));
+            b[k] = w.x, b[k + 1] = w.y, b[k + 2] = w.z, b[k + 3] = w.w;
+        }
+    }
+}
+
 // Where the pixel of a strip lies in shared memory, for the first tap.
 template <int CHANNELS> __device__ __forceinline__ u32 offset_of(int pixel) {
     const int image = pixel / (ROWS * SIDE), y = pixel % (ROWS * SIDE) / SIDE, x = pixel % SIDE;
@@ -131,93 +177,89 @@ template <int CHANNELS> __device__ __forceinline__ u32 offset_of(int pixel) {
 
 #ifdef CONVOLVE
 
-#define ACROSS (O / 8 / G)  // warps over outputs
-#define THREADS (32 * ACROSS * (IMAGES * ROWS * SIDE / 16 / T))
-
-// result[lane, image] = images[lane, image] * weights[lane] (+ other[lane, image])
+// result[lane, image] = images[lane, image] * weights[lane] (+ other[lane, image]); a program makes `per_part` strips, and reads
+// one while it makes another
 extern "C" __global__ void __launch_bounds__(THREADS)
-convolve(const char *images, const u32 *packed, const char *other, char *result, int count) {
+convolve(const char *images, const u32 *packed, const char *other, char *result, int count, int per_part) {
     extern __shared__ uint4 memory[];
-    const u32 tile = shared_address(memory);
-    const int per_lane = count / IMAGES * STRIPS, lane_of = blockIdx.x / per_lane, unit = blockIdx.x % per_lane;
-    const int strip = unit % STRIPS;
-    const long long place = (long long)lane_of * count + unit / STRIPS * IMAGES;
-    constexpr int source = UP ? LARGE / 2 : LARGE;
-    load_strip<C, source>(tile, images + place * (source * source * C * 2), strip * ROWS * STRIDE);
-    commit();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 tiles = shared_address(memory);
+    constexpr int source = UP ? LARGE / 2 : LARGE, bytes = IMAGES * LINES * WIDTH * PITCH(C), held = G * HALVES;
+    constexpr bool keep = TAPS * TAPS * STEPS * held <= 36;  // weights of all taps in registers
+    const int lane_of = blockIdx.y, units = count / IMAGES * STRIPS;
+    const int begin = blockIdx.x * per_part, end = min(units, begin + per_part);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int group = warp % ACROSS, first = warp / ACROSS * T;
+    const Loader<source> load;
+    images += (long long)lane_of * count * (source * source * C * 2);
+    if (begin < end) load(tiles, images + (long long)(begin / STRIPS * IMAGES) * (source * source * C * 2), begin % STRIPS);
+    commit();
     u32 from[T];
 #pragma unroll
-    for (int i = 0; i < T; i++)
-        from[i] = tile + offset_of<C>((first + i) * 16 + lane % 16) + (C == 8 ? 0 : lane / 16 * 16);
-    constexpr int held = G * HALVES;
+    for (int i = 0; i < T; i++) from[i] = offset_of<C>((first + i) * 16 + lane % 16) + (C == 8 ? 0 : lane / 16 * 16);
     packed += ((long long)lane_of * (TAPS * TAPS * STEPS * ACROSS) + group) * (32 * held) + lane * held;
-    float sum[T][G][4] = {};
-    wait_for<0>();
-    __syncthreads();
+    u32 weights[keep ? TAPS * TAPS * STEPS : 1][held];
+    if (keep)
 #pragma unroll
-    for (int dy = 0; dy < TAPS; dy++) {
+        for (int k = 0; k < TAPS * TAPS * STEPS; k++) load_weights(weights[k], packed + k * (ACROSS * 32 * held));
+    for (int unit = begin; unit < end; unit++) {
+        const u32 tile = tiles + (unit - begin) % 2 * bytes;
+        if (unit + 1 < end)
+            load(tiles + (unit + 1 - begin) % 2 * bytes,
+                 images + (long long)((unit + 1) / STRIPS * IMAGES) * (source * source * C * 2), (unit + 1) % STRIPS);
+        commit();
+        wait_for<1>();
+        __syncthreads();
+        float sum[T][G][4] = {};
 #pragma unroll
-        for (int dx = 0; dx < TAPS; dx++) {
+        for (int k = 0; k < TAPS * TAPS * STEPS; k++) {
+            const int step = k % STEPS, dx = k / STEPS % TAPS, dy = k / STEPS / TAPS;
+            if (!keep) load_weights(weights[0], packed + k * (ACROSS * 32 * held));
+            const u32(&b)[held] = weights[keep ? k : 0];
 #pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                u32 b[held];
-                const u32 *weight = packed + ((dy * TAPS + dx) * STEPS + step) * (ACROSS * 32 * held);
+            for (int i = 0; i < T; i++) {
+                u32 a[4];
+                const u32 here = tile + from[i] + (dy * WIDTH + dx) * PITCH(C) + step * 32;
+                if (C == 8) load2(a, here);
+                else load4(a, here);
 #pragma unroll
-                for (int k = 0; k < held; k += held < 4 ? 2 : 4) {
-                    if (held < 4) {
-                        uint2 w = __ldg((const uint2 *)(weight + k));
-                        b[k] = w.x, b[k + 1] = w.y;
-                    } else {
-                        uint4 w = __ldg((const uint4 *)(weight + k));
-                        b[k] = w.x, b[k + 1] = w.y, b[k + 2] = w.z, b[k + 3] = w.w;
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < T; i++) {
-                    u32 a[4];
-                    const u32 here = from[i] + (dy * WIDTH + dx) * PITCH(C) + step * 32;
-                    if (C == 8) load2(a, here);
-                    else load4(a, here);
-#pragma unroll
-                    for (int j = 0; j < G; j++) {
-                        if (C == 8) multiply8(sum[i][j], a, b[j]);
-                        else multiply16(sum[i][j], a, b[j * HALVES], b[j * HALVES + HALVES - 1]);
-                    }
+                for (int j = 0; j < G; j++) {
+                    if (C == 8) multiply8(sum[i][j], a, b[j]);
+                    else multiply16(sum[i][j], a, b[j * HALVES], b[j * HALVES + HALVES - 1]);
                 }
             }
         }
-    }
-    const int g = lane / 4, t = lane % 4;
-    const long long begin = ((place * SIDE + strip * ROWS) * SIDE + first * 16 + g) * O + group * 8 * G + t * 2 * G;
-    u32 *to = (u32 *)(result + begin * 2);
-    const u32 *added = (const u32 *)(other + begin * 2);
+        const long long place = (long long)lane_of * count + unit / STRIPS * IMAGES;
+        const long long start =
+            ((place * SIDE + unit % STRIPS * ROWS) * SIDE + first * 16 + g) * O + group * 8 * G + t * 2 * G;
+        u32 *to = (u32 *)(result + start * 2);
+        const u32 *added = (const u32 *)(other + start * 2);
 #pragma unroll
-    for (int i = 0; i < T; i++) {
+        for (int i = 0; i < T; i++) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {  // pixels g and g + 8
-            u32 made[G];
-            const int at = (i * 16 + half * 8) * O / 2;
-            if (ADDED) {
+            for (int half = 0; half < 2; half++) {  // pixels g and g + 8
+                u32 made[G];
+                const int at = (i * 16 + half * 8) * O / 2;
+                if (ADDED) {
 #pragma unroll
-                for (int k = 0; k < G; k += 2) {
-                    uint2 x = *(const uint2 *)(added + at + k);
-                    made[k] = x.x, made[k + 1] = x.y;
+                    for (int k = 0; k < G; k += 2) {
+                        uint2 x = *(const uint2 *)(added + at + k);
+                        made[k] = x.x, made[k + 1] = x.y;
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < G; j++) {
+                    float low = sum[i][j][half * 2], high = sum[i][j][half * 2 + 1];
+                    if (ADDED) low += __uint_as_float(made[j] << 16), high += __uint_as_float(made[j] & 0xffff0000u);
+                    made[j] = two(low, high);
+                }
+#pragma unroll
+                for (int k = 0; k < G; k += G < 4 ? 2 : 4) {
+                    if (G < 4) *(uint2 *)(to + at + k) = make_uint2(made[k], made[k + 1]);
+                    else *(uint4 *)(to + at + k) = make_uint4(made[k], made[k + 1], made[k + 2], made[k + 3]);
                 }
             }
-#pragma unroll
-            for (int j = 0; j < G; j++) {
-                float low = sum[i][j][half * 2], high = sum[i][j][half * 2 + 1];
-                if (ADDED) low += __uint_as_float(made[j] << 16), high += __uint_as_float(made[j] & 0xffff0000u);
-                made[j] = two(low, high);
-            }
-#pragma unroll
-            for (int k = 0; k < G; k += G < 4 ? 2 : 4) {
-                if (G < 4) *(uint2 *)(to + at + k) = make_uint2(made[k], made[k + 1]);
-                else *(uint4 *)(to + at + k) = make_uint4(made[k], made[k + 1], made[k + 2], made[k + 3]);
-            }
         }
+        __syncthreads();
     }
 }
 
@@ -229,14 +271,12 @@ convolve(const char *images, const u32 *packed, const char *other, char *result,
 
 #ifdef WEIGH
 
-#define ACROSS (O / 16 / T)
-#define DOWN (C / 8 / G)
-#define THREADS (32 * ACROSS * DOWN * SHARES)
 #define IMAGE_BYTES (IMAGES * LINES * WIDTH * PITCH(C))
 #define GRAD_BYTES (IMAGES * ROWS * SIDE * PITCH(O))
 
-__device__ __forceinline__ void load_both(u32 tile, const char *images, const char *grads, long long place, int strip) {
-    load_strip<C, LARGE>(tile, images + place * (LARGE * LARGE * C * 2), strip * ROWS * STRIDE);
+__device__ __forceinline__ void load_both(const Loader<LARGE> &load, u32 tile, const char *images, const char *grads,
+                                          long long place, int strip) {
+    load(tile, images + place * (LARGE * LARGE * C * 2), strip);
     const char *from = grads + (place * SIDE + strip * ROWS) * (SIDE * O * 2);
     constexpr int chunks = O / 8;
 #pragma unroll 4
@@ -259,11 +299,12 @@ weigh(const char *images, const char *grads, float *result, int lanes, int count
     const u32 left = IMAGE_BYTES + ((i8 / 2) * 8 + lane % 8) * PITCH(O) + (across * T * 16 + i8 % 2 * 8) * 2;
     const u32 right = (down * G * 8 + (G == 1 ? 0 : i8 / 2 * 8)) * 2;
     float sum[T][G][TAPS * TAPS][4] = {};
-    if (begin < end) load_both(tiles, images, grads, before + begin / STRIPS * IMAGES, begin % STRIPS);
+    const Loader<LARGE> load;
+    if (begin < end) load_both(load, tiles, images, grads, before + begin / STRIPS * IMAGES, begin % STRIPS);
     for (int unit = begin; unit < end; unit++) {
         const u32 tile = tiles + (unit - begin) % 2 * (IMAGE_BYTES + GRAD_BYTES);
         if (unit + 1 < end) {
-            load_both(tiles + (unit + 1 - begin) % 2 * (IMAGE_BYTES + GRAD_BYTES), images, grads,
+            load_both(load, tiles + (unit + 1 - begin) % 2 * (IMAGE_BYTES + GRAD_BYTES), images, grads,
                       before + (unit + 1) / STRIPS * IMAGES, (unit + 1) % STRIPS);
             wait_for<1>();
         } else {
@@ -317,5 +358,7 @@ weigh(const char *images, const char *grads, float *result, int lanes, int count
     if (SHARES > 1)
         for (int i = threadIdx.x; i < O * REAL * TAPS * TAPS; i += blockDim.x) to[i] = gathered[i];
 }
+
+#endif
 
 #endif

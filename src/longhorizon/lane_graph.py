@@ -126,7 +126,8 @@ def _add_within(graph: fx.GraphModule, node: fx.Node, op: Any, halves: _Halves) 
     """A convolution's result that only a sum reads: the sum of it and something else is made in one go."""
     if node.kwargs.get("alpha", 1) != 1 or not all(isinstance(x, fx.Node) for x in node.args[:2]):
         return
-    first, second = node.args[:2]
+    arguments: Any = node.args
+    first, second = arguments[:2]
     for mine, other in ((second, first), (first, second)):
         half = _source(mine, op)
         if half is None or half.args[2] is not None or shape_of(other) != shape_of(node) or mine is other:

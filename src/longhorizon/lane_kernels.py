@@ -4,7 +4,7 @@ A plain training run needs no more digits than everybody's mixed precision has: 
 weights and optimizer in float32. Half as many bytes then go through memory, which is what a small network's step waits
 for. Images lie with their channels last, (lanes, images, side, side, channels). Measured by benchmarks/lanes_gpu.py.
 
-    lane_convolution         result[n, i] = images[n, i] * weights[n] (+ other[n, i]); turned: the gradient of the images
+    lane_convolution         result[n, i] = images[n, i] * weights[n] (+ other[n, i]); turned: gradient of the images
     lane_weight_gradient     result[n] = images[n] by grads[n], in float32
 """
 
@@ -16,12 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_weight
 
 from longhorizon import kernels
 from longhorizon.kernels import KINDS, Plan
 
 SOURCE = "kernels_bf16.cu"
-MOST = 200 * 1024  # bytes of shared memory of a program; an H200 has 227 KiB, an A100 163
+_PROCESSORS = 132  # of an H200; on another device programs wait for each other, or some have nothing to do
+ROOM = 220 * 1024  # bytes of shared memory of a multiprocessor
+MOST = 160 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB
+
+# Strips and programs that were the fastest on an H200 for the sizes of WRN-16-1, by what is made, channels, outputs, side of
+# the smaller image and kind: what `convolve` and `weigh` take besides their size. Others are good guesses.
+_CHOSEN: dict[tuple[str, int, int, int, int], tuple[int, ...]] = {
+}
 
 
 @dataclass(frozen=True)
@@ -50,26 +58,32 @@ class Size:
         return max(8, self.channels)
 
 
-def convolve(s: Size, turned: bool, added: bool) -> Plan:
-    """The convolution, or (turned) the gradient of its image."""
+def convolve(s: Size, turned: bool, added: bool, rows: int = 0, images: int = 0, each: int = 0, many: int = 0) -> Plan:
+    """The convolution, or (turned) the gradient of its image.
+
+    Args:
+        rows, images: of a strip; chosen by the size without them, as are the others.
+        each: tiles of 16 pixels that a warp makes at once.
+        many: programs for each multiprocessor.
+    """
     taps, _, stride = KINDS[s.kind]
     summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
     side, step, up = (s.side * stride, 1, stride == 2) if turned else (s.side, stride, False)
-    rows = side if side == 16 and step == 1 and summed <= 32 else 8
-    images = 2 if side == 8 and step == 1 and s.count % 2 == 0 else 1
+    rows = rows or (side if side == 16 and step == 1 and summed <= 32 else 8)
+    images = images or (2 if side == 8 and step == 1 and s.count % 2 == 0 else 1)
     across = made // 8 // _group(made)
     tiles = images * rows * side // 16
-    each = 4 if tiles // 4 * across >= 4 else 2
+    each = each or (4 if tiles // 4 * across >= 4 else 2)
     width = side * step + (taps == 3) * 2
+    strip = images * ((rows - 1) * step + taps) * width * _pitch(summed)
+    threads = 32 * across * (tiles // each)
+    units = s.count // images * (side // rows)
+    per_part = _shared_out(units, s.lanes, many or max(1, min(ROOM // (2 * strip), 640 // threads)))
     macros = {**_form(taps, step, rows, images), "C": summed, "O": made, "REAL": summed, "SIDE": side, "UP": int(up)}
     macros |= {"T": each, "G": _group(made), "ADDED": int(added)}
+    parts = -(-units // per_part)
     return Plan(
-        "convolve",
-        tuple(macros.items()),
-        (s.lanes * (s.count // images) * (side // rows), 1, 1),
-        32 * across * (tiles // each),
-        images * ((rows - 1) * step + taps) * width * _pitch(summed) // 4,
-        source=SOURCE,
+        "convolve", tuple(macros.items()), (parts, s.lanes, 1), threads, strip // 2, parts, per_part, source=SOURCE
     )
 
 
@@ -83,31 +97,46 @@ def pack(s: Size, turned: bool) -> tuple[Plan, int]:
     return Plan("pack", tuple(macros.items()), (-(-words // 256), 1, 1), 256, 0, source=SOURCE), words
 
 
-def weigh(s: Size) -> Plan:
-    """The gradient of the weights: strips are dealt out to programs, whose sums are left to be added."""
+def weigh(s: Size, rows: int = 0, images: int = 0, tiles: int = 0, shares: int = 0, many: int = 0) -> Plan:
+    """The gradient of the weights: strips are dealt out to programs, whose sums are left to be added.
+
+    Args:
+        rows, images, many: as for `convolve`.
+        tiles: of 16 outputs that a warp makes at once.
+        shares: warps that divide the pixels of a strip among them.
+    """
     taps, _, stride = KINDS[s.kind]
-    images = 2 if s.side == 8 and stride == 1 and s.count % 2 == 0 else 1
-    tiles, across = min(2, s.outputs // 16), min(2, s.padded // 8)
+    rows = rows or 8
+    images = images or (2 if s.side == 8 and stride == 1 and s.count % 2 == 0 else 1)
+    tiles, across = tiles or min(2, s.outputs // 16), min(2, s.padded // 8)
     warps = (s.outputs // 16 // tiles) * (s.padded // 8 // across)
-    shares = max(1, 4 // warps)
+    shares = shares or max(1, 4 // warps)
     width = s.side * stride + (taps == 3) * 2
-    units = s.count // images * (s.side // 8)
-    per_part = -(-units // max(1, min(units, (528 if warps * shares <= 4 else 132) // s.lanes)))
-    parts = -(-units // per_part)
-    macros = {**_form(taps, stride, 8, images), "C": s.padded, "O": s.outputs, "REAL": s.channels, "SIDE": s.side}
+    units = s.count // images * (s.side // rows)
+    strip = images * ((rows - 1) * stride + taps) * width * _pitch(s.padded) + images * rows * s.side * _pitch(
+        s.outputs
+    )
+    per_part = _shared_out(units, s.lanes, many or max(1, min(ROOM // (2 * strip), 16 // (warps * shares))))
+    macros = {**_form(taps, stride, rows, images), "C": s.padded, "O": s.outputs, "REAL": s.channels, "SIDE": s.side}
     macros |= {"UP": 0, "T": tiles, "G": across, "SHARES": shares}
-    strip = images * (7 * stride + taps) * width * _pitch(s.padded) + images * 8 * s.side * _pitch(s.outputs)
     gathered = s.outputs * s.channels * taps**2 * 4 if shares > 1 else 0
+    parts = -(-units // per_part)
+    size = max(2 * strip, gathered) // 4
     return Plan(
         "weigh",
         tuple(macros.items()),
         (parts, s.lanes, 1),
         32 * warps * shares,
-        max(2 * strip, gathered) // 4,
+        size,
         parts,
         per_part,
-        SOURCE,
+        source=SOURCE,
     )
+
+
+def _shared_out(units: int, lanes: int, many: int) -> int:
+    """Strips of a program, where so many programs run on each multiprocessor at a time."""
+    return -(-units // max(1, min(units, _PROCESSORS * many // lanes)))
 
 
 def fits(s: Size) -> bool:
@@ -183,7 +212,8 @@ def _convolved(images: Tensor, weights: Tensor, other: Tensor | None, kind: int,
     packed = torch.empty(words, dtype=torch.int32, device=images.device)
     kernels.run(plan, (weights,), [packed, words])
     result = _shape_of_convolution(images, weights, other, kind, turned)
-    kernels.run(convolve(size, turned, other is not None), (images, packed, other), [result, size.count])
+    plan = convolve(size, turned, other is not None)
+    kernels.run(plan, (images, packed, other), [result, size.count, plan.per_part])
     return result
 
 
@@ -216,9 +246,11 @@ def _weighed(images: Tensor, grads: Tensor, kind: int, channels: int) -> Tensor:
     if not images.is_cuda:
         _, padding, stride = KINDS[kind]
         pairs = zip(images.float().movedim(-1, -3), grads.float().movedim(-1, -3), strict=True)
-        size = result.shape[1:]
+        form = result.shape[1:]
         found = [
-            torch.nn.grad.conv2d_weight(image[:, :channels], size, grad, stride=stride, padding=padding)
+            conv2d_weight(  # type: ignore[no-untyped-call]
+                image[:, :channels], form, grad, stride=stride, padding=padding
+            )
             for image, grad in pairs
         ]
         return torch.stack(found)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longhorizon import compile, convolution, cuda, tree
-from longhorizon.batches import free_memory
+from longhorizon.batches import free_memory, joined
 from longhorizon.inner import State
 from longhorizon.problem import Problem
 
@@ -48,16 +48,22 @@ class Lanes:
 
     def step(self, t: int) -> Tensor:
         """Take all runs a step further; returns the losses before it."""
-        first, batches = self.problems[0], self._batches(t)
-        forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
-        if len(forms) > 1 or any(p.inner is not first.inner for p in self.problems):
+        first = self.problems[0]
+        if any(p.inner is not first.inner for p in self.problems):
             return self._one_by_one(t)
+        batch, forms = joined([p.batches for p in self._all], t), {self._form}
+        if batch is None:
+            batches = self._batches(t)
+            forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
+            if len(forms) > 1:
+                return self._one_by_one(t)
+            batch = _stacked(batches)
         hypers = {key: values[:, first.window(key, t)] for key, values in self._values.items()}
         step: Callable[..., Any] = batched(first)
         if self._traced and forms == {self._form}:
             step = compile.traced(step, first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(t))
         with cuda.half() if self._half else nullcontext():
-            self.state, losses = step(self.state, _stacked(batches), hypers)
+            self.state, losses = step(self.state, batch, hypers)
         found: Tensor = losses[: len(self.problems)]
         return found.detach()
 
@@ -163,7 +169,13 @@ def batched(problem: Problem) -> Callable[..., Any]:
     def step(state: State, batch: Any, hypers: Any) -> tuple[State, Tensor]:
         return inner.pure_step(state, batch, hypers)
 
-    return lambda *args: torch.vmap(step, randomness="error")(*args)
+    def together(*args: Any) -> Any:
+        # pieces of a vector of all parameters would be copied one by one afterwards
+        return tree.map(
+            lambda x: x.contiguous() if isinstance(x, Tensor) else x, torch.vmap(step, randomness="error")(*args)
+        )
+
+    return together
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ same batches. What is left for a step is a handful of kernels.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,12 +126,33 @@ class Stream:
         return len(self._index) // self._batch_size
 
     def __getitem__(self, step: int) -> Batch:
+        return self._made(*self._chosen(step))
+
+    @staticmethod
+    def joined(streams: Sequence["Stream"], step: int) -> Batch | None:
+        """The batches of a step of several streams, stacked; None if they differ in more than their seed."""
+        first = streams[0]
+        if any(s._kind() != first._kind() for s in streams):
+            return None
+        parts = zip(*(s._chosen(step) for s in streams), strict=True)
+        images, labels = first._made(*(torch.cat(part) for part in parts))
+        both = (len(streams), first._batch_size)
+        return images.view(*both, *images.shape[1:]), labels.view(both)
+
+    def _kind(self) -> tuple[object, ...]:
+        return id(self._data), self._batch_size, self._augment
+
+    def _chosen(self, step: int) -> tuple[Tensor, ...]:
+        """What was drawn for a step."""
         if step < 0:
             raise IndexError(f"step {step}: an endless stream has no end to count from.")
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._drawn, self._epoch = self._draw(epoch), epoch
-        index, row, column, mirrored, labels = self._drawn[place]
+        return self._drawn[place]
+
+    def _made(self, index: Tensor, row: Tensor, column: Tensor, mirrored: Tensor, labels: Tensor) -> Batch:
+        """The images of an index, cut out and mirrored as was drawn."""
         if self._augment.pad:
             images = self._windows[index, :, row, column]
         else:
