@@ -70,7 +70,9 @@ class Entrant:
 def options(parser: argparse.ArgumentParser) -> None:
     """What these scripts take besides the usual."""
     parser.add_argument("--epochs", type=float, default=50.0, help="of a training run")
-    parser.add_argument("--precision", choices=["float32", "tf32"], default="float32", help="of products on a GPU")
+    parser.add_argument(
+        "--precision", choices=["float32", "tf32", "bf16"], default="float32", help="of products on a GPU"
+    )
     parser.add_argument("--test", choices=["all", "last", "none"], default="all", help="which choices to test")
     parser.add_argument("--test-seeds", type=int, default=3, help="trainings per test")
     parser.add_argument("--shared", action="store_true", help="others work on the device too: seconds are too long")

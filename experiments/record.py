@@ -154,6 +154,7 @@ def tested(
     steps: int,
     seeds: int,
     traces: lh.Traces,
+    precision: Any = "float32",
 ) -> dict[str, Any]:
     """Train from scratch on all training data with a schedule and test, one unit per seed; losses and accuracies.
 
@@ -168,7 +169,8 @@ def tested(
 
     left = [seed for seed in range(seeds) if not work.has(f"test-{name}-{seed}")]
     if left:
-        lh.retrain(task, rule, hypers, values, steps=steps, seeds=left, traces=traces, on_seed=done)
+        how: Any = {"precision": precision, "traces": traces, "on_seed": done}
+        lh.retrain(task, rule, hypers, values, steps=steps, seeds=left, **how)
     found = [work.unit(f"test-{name}-{seed}", dict) for seed in range(seeds)]
     accuracy = [unit["accuracy"] for unit in found]
     return {

@@ -77,6 +77,8 @@ def table(results: Path = RESULTS) -> str:
     rows[-1] += _where(found, "python experiments/figure1_signs.py")
     found = _result(results, "figure1_decay")
     rows.append(["Figure 1", *_decay(found), *_where(found, "python experiments/figure1_decay.py")])
+    found = _result(results, "figure1_bf16")
+    rows.append(["Figure 1", *_bf16(found), *_where(found, "python experiments/figure1_bf16.py")])
     found = _result(results, "appendix-f")
     rows.append(["Appendix F", *_appendix_f(found), *_where(found, "python experiments/appendix_f.py")])
     for setting, (name, paper) in FIGURE2.items():
@@ -267,6 +269,14 @@ def _decay(found: dict[str, Any] | None) -> list[str]:
         "–",
         f"{ours} (`{found['settings']['label']}` has {round(learnt, 9) + 0.0:.1g})",
     ]
+
+
+def _bf16(found: dict[str, Any] | None) -> list[str]:
+    what = "tests in bfloat16 instead of float32"
+    if found is None:
+        return [what, "–", NOT_RUN]
+    change, error = 100 * found["change"], 100 * found["error"]
+    return [what, "–", f"accuracy changes by {change:+.2f} ± {error:.2f} points ({found['trainings']} trainings)"]
 
 
 def _appendix_f(found: dict[str, Any] | None) -> list[str]:

@@ -289,6 +289,12 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     )
     assert all(len(row["accuracy"]) == 2 for row in decay["rows"].values())
     (tmp_path / "results" / "figure1_decay.json").write_text(json.dumps(decay))
+    rough = inside("figure1_bf16", "--labels", "fds-forward-clip10", "--seeds", "0,1")
+    assert rough["change"] == 0  # on a CPU there is no difference
+    assert rough["trainings"] == 4
+    (tmp_path / "results" / "figure1_bf16.json").write_text(json.dumps(rough))
+    with pytest.raises(SystemExit, match="--labels nobody --seeds 0,1,2: none is there; there is bohb"):
+        inside("figure1_bf16", "--labels", "nobody")
     (tmp_path / "results" / "figure1.json").write_text(json.dumps(both))
     text = tables.table(tmp_path / "results")
     assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1

@@ -9,7 +9,7 @@ from torch import nn
 
 import column_products
 import longhorizon as lh
-from longhorizon import compile, convolution, kernels, lanes, seeds
+from longhorizon import compile, convolution, kernels, lane_kernels, lanes, seeds
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals import rows
 from longhorizon.rivals.descent import Descent
@@ -285,6 +285,45 @@ def test_training_runs_side_by_side_are_near_single_ones():
                 state, loss = one.train_step(state, t)
                 assert float(losses[t, i]) == pytest.approx(float(loss.detach()), rel=1e-3)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("kind", range(len(kernels.KINDS)))
+@pytest.mark.parametrize("count", [256, 13])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "side"), [(3, 16, 16), (16, 16, 16), (16, 32, 16), (32, 32, 8), (32, 64, 8), (64, 64, 8)]
+)
+def test_the_convolutions_of_lanes_are_what_torch_makes(channels, outputs, side, count, kind):
+    """Of the same bfloat16 numbers, so that only the order of sums differs, and a last bit here and there."""
+    generator = torch.Generator().manual_seed(0)
+    taps, _, stride = kernels.KINDS[kind]
+    convolve, weigh = lane_kernels.operations()
+
+    def draw(*shape):
+        return torch.randn(3, *shape, generator=generator).cuda()
+
+    images = draw(count, side * stride, side * stride, max(8, channels)).bfloat16()
+    images[..., channels:] = 0
+    weights, grads = draw(outputs, channels, taps, taps), draw(count, side, side, outputs).bfloat16()
+    given = [(images, weights, None, kind, False), (images, weights, grads, kind, False)]
+    given += [(grads, weights, None, kind, True)] if channels >= 16 else []
+    for args in given:
+        exact = lane_kernels._convolved_plainly(*args).double()
+        assert (convolve(*args) - exact).norm() <= 1e-3 * exact.norm()
+    exact = lane_kernels._weighed(images.cpu(), grads.cpu(), kind, channels).cuda()
+    assert (weigh(images, grads, kind, channels) - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+def test_training_runs_in_bfloat16_are_near_float32():
+    found = []
+    for precision in ("float32", "bf16"):
+        traces = lh.Traces()
+        with environment(precision):
+            made = [make_problem(picture_task(), lh.sgd(), HYPERS, 8, seed, traces=traces) for seed in range(3)]
+            row = lanes.Lanes(made, steps=10_000)
+            found.append(torch.stack([row.step(t) for t in range(8)]))
+    assert found[1].cpu() == pytest.approx(found[0].cpu(), rel=2e-2)
+    assert not torch.equal(*found)
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")

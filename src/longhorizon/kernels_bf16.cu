@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256) pack(const float *weights, u32
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-#ifdef WEIGH
+#if defined(WEIGH) || defined(ADD_UP)
 #define ACROSS (O / 16 / T)  // warps over outputs
 #define DOWN (C / 8 / G)     // over channels
 #define THREADS (32 * ACROSS * DOWN * SHARES)
@@ -269,7 +269,7 @@ convolve(const char *images, const u32 *packed, const char *other, char *result,
 // Gradient of the weight: outputs are the rows of a product, channels its columns, and the sum goes over pixels. A warp makes T
 // tiles of 16 outputs by G tiles of 8 channels, for all taps, from its share of the pixels.
 
-#ifdef WEIGH
+#if defined(WEIGH) || defined(ADD_UP)
 
 #define IMAGE_BYTES (IMAGES * LINES * WIDTH * PITCH(C))
 #define GRAD_BYTES (IMAGES * ROWS * SIDE * PITCH(O))
@@ -286,7 +286,7 @@ __device__ __forceinline__ void load_both(const Loader<LARGE> &load, u32 tile, c
     commit();
 }
 
-// result[part, lane] = sum over a part of the strips of all images, of grads[lane] by images[lane]
+// result[part, lane] = sum over a part of the strips of all images, of grads[lane] by images[lane], as [tap][out][in]
 extern "C" __global__ void __launch_bounds__(THREADS)
 weigh(const char *images, const char *grads, float *result, int lanes, int count, int per_part) {
     extern __shared__ uint4 memory[];
@@ -336,7 +336,7 @@ weigh(const char *images, const char *grads, float *result, int lanes, int count
         __syncthreads();
     }
     const int g = lane / 4, t = lane % 4;
-    float *to = result + ((long long)blockIdx.x * lanes + lane_of) * (O * REAL * TAPS * TAPS);
+    float *to = result + ((long long)blockIdx.x * lanes + lane_of) * (O * C * TAPS * TAPS);
     float *gathered = SHARES > 1 ? (float *)memory : to;  // shares are added one after the other, always in the same order
     for (int turn = 0; turn < SHARES; turn++) {
         if (share == turn) {
@@ -349,14 +349,25 @@ weigh(const char *images, const char *grads, float *result, int lanes, int count
 #pragma unroll
                         for (int k = 0; k < 4; k++) {
                             const int o = (across * T + i) * 16 + g + k / 2 * 8, c = (down * G + j) * 8 + t * 2 + k % 2;
-                            float *here = gathered + (o * REAL + c) * TAPS * TAPS + tap;
-                            if (c < REAL) *here = (turn ? *here : 0) + sum[i][j][tap][k];
+                            float *here = gathered + (tap * O + o) * C + c;
+                            *here = (turn ? *here : 0) + sum[i][j][tap][k];
                         }
         }
         __syncthreads();
     }
     if (SHARES > 1)
-        for (int i = threadIdx.x; i < O * REAL * TAPS * TAPS; i += blockDim.x) to[i] = gathered[i];
+        for (int i = threadIdx.x; i < O * C * TAPS * TAPS; i += blockDim.x) to[i] = gathered[i];
+}
+
+// result[lane][out][in][tap], as torch has it, from parts [part][lane][tap][out][in]
+extern "C" __global__ void __launch_bounds__(256) add_up(const float *given, float *result, int lanes, int parts) {
+    const int i = blockIdx.x * 256 + threadIdx.x, size = O * C * TAPS * TAPS;
+    if (i >= lanes * size) return;
+    const int c = i % C, o = i / C % O, tap = i / (C * O) % (TAPS * TAPS), lane_of = i / size;
+    float sum = 0;
+#pragma unroll 8
+    for (int part = 0; part < parts; part++) sum += given[(long long)part * lanes * size + i];
+    if (c < REAL) result[((lane_of * O + o) * REAL + c) * (TAPS * TAPS) + tap] = sum;
 }
 
 #endif

@@ -29,6 +29,29 @@ MOST = 160 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB
 # Strips and programs that were the fastest on an H200 for the sizes of WRN-16-1, by what is made, channels, outputs, side of
 # the smaller image and kind: what `convolve` and `weigh` take besides their size. Others are good guesses.
 _CHOSEN: dict[tuple[str, int, int, int, int], tuple[int, ...]] = {
+    ("conv", 3, 16, 32, 0): (8, 1, 2, 8),
+    ("conv", 16, 16, 32, 0): (16, 1, 4, 2),
+    ("turned", 16, 16, 32, 0): (16, 1, 4, 2),
+    ("conv", 16, 32, 16, 1): (8, 1, 2, 4),
+    ("turned", 16, 32, 16, 1): (8, 1, 4, 4),
+    ("conv", 16, 32, 16, 2): (4, 1, 1, 3),
+    ("turned", 16, 32, 16, 2): (8, 1, 4, 3),
+    ("conv", 32, 32, 16, 0): (16, 1, 4, 4),
+    ("turned", 32, 32, 16, 0): (16, 1, 4, 4),
+    ("conv", 32, 64, 8, 1): (8, 1, 4, 4),
+    ("turned", 32, 64, 8, 1): (16, 1, 4, 2),
+    ("conv", 32, 64, 8, 2): (4, 1, 1, 4),
+    ("turned", 32, 64, 8, 2): (8, 1, 2, 4),
+    ("conv", 64, 64, 8, 0): (8, 4, 4, 2),
+    ("turned", 64, 64, 8, 0): (8, 1, 4, 4),
+    ("weigh", 3, 16, 32, 0): (8, 1, 1, 4, 3),
+    ("weigh", 16, 16, 32, 0): (16, 1, 1, 4, 2),
+    ("weigh", 16, 32, 16, 1): (4, 1, 1, 1, 3),
+    ("weigh", 16, 32, 16, 2): (4, 1, 1, 1, 3),
+    ("weigh", 32, 32, 16, 0): (4, 1, 2, 1, 4),
+    ("weigh", 32, 64, 8, 1): (8, 1, 2, 1, 1),
+    ("weigh", 32, 64, 8, 2): (4, 1, 2, 1, 2),
+    ("weigh", 64, 64, 8, 0): (8, 2, 2, 1, 1),
 }
 
 
@@ -69,6 +92,10 @@ def convolve(s: Size, turned: bool, added: bool, rows: int = 0, images: int = 0,
     taps, _, stride = KINDS[s.kind]
     summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
     side, step, up = (s.side * stride, 1, stride == 2) if turned else (s.side, stride, False)
+    if not rows:
+        chosen = _CHOSEN.get(("turned" if turned else "conv", s.channels, s.outputs, s.side, s.kind))
+        if chosen and s.count % chosen[1] == 0:
+            rows, images, each, many = chosen
     rows = rows or (side if side == 16 and step == 1 and summed <= 32 else 8)
     images = images or (2 if side == 8 and step == 1 and s.count % 2 == 0 else 1)
     across = made // 8 // _group(made)
@@ -106,6 +133,10 @@ def weigh(s: Size, rows: int = 0, images: int = 0, tiles: int = 0, shares: int =
         shares: warps that divide the pixels of a strip among them.
     """
     taps, _, stride = KINDS[s.kind]
+    if not rows:
+        chosen = _CHOSEN.get(("weigh", s.channels, s.outputs, s.side, s.kind))
+        if chosen and s.count % chosen[1] == 0:
+            rows, images, tiles, shares, many = chosen
     rows = rows or 8
     images = images or (2 if s.side == 8 and stride == 1 and s.count % 2 == 0 else 1)
     tiles, across = tiles or min(2, s.outputs // 16), min(2, s.padded // 8)
@@ -119,7 +150,7 @@ def weigh(s: Size, rows: int = 0, images: int = 0, tiles: int = 0, shares: int =
     per_part = _shared_out(units, s.lanes, many or max(1, min(ROOM // (2 * strip), 16 // (warps * shares))))
     macros = {**_form(taps, stride, rows, images), "C": s.padded, "O": s.outputs, "REAL": s.channels, "SIDE": s.side}
     macros |= {"UP": 0, "T": tiles, "G": across, "SHARES": shares}
-    gathered = s.outputs * s.channels * taps**2 * 4 if shares > 1 else 0
+    gathered = s.outputs * s.padded * taps**2 * 4 if shares > 1 else 0
     parts = -(-units // per_part)
     size = max(2 * strip, gathered) // 4
     return Plan(
@@ -132,6 +163,13 @@ def weigh(s: Size, rows: int = 0, images: int = 0, tiles: int = 0, shares: int =
         per_part,
         source=SOURCE,
     )
+
+
+def add_up(s: Size) -> Plan:
+    """What `weigh` has left to be added."""
+    plan = weigh(s)
+    words = s.lanes * s.outputs * s.padded * KINDS[s.kind][0] ** 2
+    return Plan("add_up", plan.macros, (-(-words // 256), 1, 1), 256, 0, source=SOURCE)
 
 
 def _shared_out(units: int, lanes: int, many: int) -> int:
@@ -185,7 +223,9 @@ def prepare(nodes: Iterable[fx.Node]) -> None:
             continue
         given: Any = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
         if node.target is gradient:
-            kernels.prepare(weigh(_size_of_gradient(*given)), given[0].device)
+            size = _size_of_gradient(*given)
+            kernels.prepare(weigh(size), given[0].device)
+            kernels.prepare(add_up(size), given[0].device)
         else:
             size = _size_of_convolution(*given[:2], *given[3:])
             kernels.prepare(pack(size, given[4])[0], given[0].device)
@@ -256,6 +296,7 @@ def _weighed(images: Tensor, grads: Tensor, kind: int, channels: int) -> Tensor:
         return torch.stack(found)
     size = _size_of_gradient(images, grads, kind, channels)
     plan = weigh(size)
-    parts = result.new_empty(plan.parts, *result.shape)
+    parts = result.new_empty(plan.parts, size.lanes, *KINDS[kind][:1] * 2, size.outputs, size.padded)
     kernels.run(plan, (images, grads), [parts, size.lanes, size.count, plan.per_part])
-    return parts.sum(0)
+    kernels.run(add_up(size), (parts,), [result, size.lanes, plan.parts])
+    return result
