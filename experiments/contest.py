@@ -242,7 +242,7 @@ class Entered:
     card: dict[str, Any]
     evaluations: list[Evaluation]
     tests: list[Tested]
-    outer_steps: list[dict[str, Any]]  # of each: index, steps, mean, doubts, held, engine
+    outer_steps: list[dict[str, Any]]  # of each: index, steps, mean, doubts, held, engine; error (of the sum), exploded
 
     @property
     def size(self) -> tuple[int, int]:
@@ -272,6 +272,8 @@ def _read(card: Path) -> Entered:
     seen = [
         {"index": s.index, "steps": s.steps, "doubts": s.doubts, "held": s.held, "engine": s.engine}
         | {"mean": {key: record.rounded(v) for key, v in s.mean.items()}}
+        | ({"error": {key: record.rounded(v) for key, v in s.error.items()}} if s.error else {})
+        | ({"exploded": True} if s.exploded else {})
         for s in steps
     ]
     return Entered(

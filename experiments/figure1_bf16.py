@@ -1,7 +1,7 @@
 """What bfloat16 does to a test of Figure 1: the same schedules and seeds, once in float32 and once in mixed precision.
 
 Shows: test accuracy of what entrants of figure1.py ended with, trained again side by side with `precision="bf16"`,
-    beside what was tested in float32. Trials and tests in bfloat16 take a third of the time; this is what they are worth.
+    beside what was tested in float32. Tests in bfloat16 take less than half of the time; this is what they are worth.
 Command: python experiments/figure1.py --data-root DATA --methods fds --engine forward      first, or what is kept
          python experiments/figure1_bf16.py --data-root DATA --labels fds-forward-clip10 --seeds 0
 Time:    in the result file; as many trainings of 50 epochs as each entrant's test has.

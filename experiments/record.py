@@ -154,11 +154,11 @@ def tested(
     steps: int,
     seeds: int,
     traces: lh.Traces,
-    precision: Any = "float32",
+    **how: Any,
 ) -> dict[str, Any]:
     """Train from scratch on all training data with a schedule and test, one unit per seed; losses and accuracies.
 
-    All tests of a script share `traces`, so that the step is compiled once.
+    All tests of a script share `traces`, so that the step is compiled once. `how`: what else `retrain` takes.
     """
     last = [time.perf_counter()]
 
@@ -169,8 +169,7 @@ def tested(
 
     left = [seed for seed in range(seeds) if not work.has(f"test-{name}-{seed}")]
     if left:
-        how: Any = {"precision": precision, "traces": traces, "on_seed": done}
-        lh.retrain(task, rule, hypers, values, steps=steps, seeds=left, **how)
+        lh.retrain(task, rule, hypers, values, steps=steps, seeds=left, traces=traces, on_seed=done, **how)
     found = [work.unit(f"test-{name}-{seed}", dict) for seed in range(seeds)]
     accuracy = [unit["accuracy"] for unit in found]
     return {

@@ -1,5 +1,6 @@
 """The outer loop on a task small enough to run hundreds of times."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -164,6 +165,64 @@ def test_a_run_that_ends_far_worse_than_it_began_is_gone_back_from():
     assert diverged(first)
     assert not diverged(good)
     assert run.history[-1].index == 7
+
+
+class Told:
+    """An engine that finds what it is told: per outer step a validation loss, slopes, and how sure they are."""
+
+    def __init__(self, *found):
+        self.found = list(found)
+
+    def begin(self, problem, saved=None):
+        run = lh.Adjoint().begin(problem, saved)
+        val_loss, grad, error = self.found.pop(0)
+        plain = run.result
+
+        def result():
+            grads, errors = (
+                {key: torch.tensor(v, dtype=torch.float64) for key, v in part.items()} for part in (grad, error)
+            )
+            mean = {key: g * len(g) / problem.steps for key, g in grads.items()}
+            return dataclasses.replace(plain(), val_loss=val_loss, grad=grads, mean=mean, error=errors)
+
+        run.result = result
+        return run
+
+
+FALLS = {"lr": [-1.0, 1.0], "momentum": [-1.0], "weight_decay": [-1.0]}
+SURE = {"lr": [0.1, 0.1], "momentum": [0.1], "weight_decay": [0.1]}
+
+
+def test_only_what_made_a_run_explode_goes_back():
+    """Here the second learning rate, by its slope; weight decay would help, too, but it has not done it."""
+    slopes = {"lr": [0.1, -1.0], "momentum": [0.5], "weight_decay": [-1.0]}
+    error = {"lr": [0.1, 0.1], "momentum": [0.4], "weight_decay": [0.1]}
+    engine = Told((1.0, FALLS, SURE), (1e6, slopes, error))
+    first, second = tune(engine=engine, outer_steps=2, outer=lh.SignDescent(growth=1.5)).history
+    assert second.status.endswith("; lr 2 goes back")
+    assert second.exploded
+    assert first.next["lr"].tolist() == [0.1, -0.1]
+    assert second.next["lr"].tolist() == [0.1, -0.05]
+    assert second.next["momentum"].tolist() == first.next["momentum"].tolist()
+    assert second.next["weight_decay"].tolist() == first.next["weight_decay"].tolist()
+    assert second.outer["gamma"]["lr"].tolist() == [0.1, 0.05]
+    assert second.outer["sign"]["lr"].tolist() == [-1.0, -1.0]  # to go there again is to turn round again
+
+
+@pytest.mark.parametrize(
+    ("slopes", "error", "outer"),
+    [
+        ({"lr": [0.1, -0.1], "momentum": [0.1], "weight_decay": [0.0]}, SURE, None),  # nobody surely
+        ({"lr": [0.1, -1.0], "momentum": [0.1], "weight_decay": [0.0]}, SURE, lh.GradientDescent()),
+        ({"lr": [0.1, -1.0], "momentum": [0.1], "weight_decay": [0.0]}, {}, None),  # not known how sure
+    ],
+)
+def test_where_nobody_is_to_blame_all_go_back(slopes, error, outer):
+    engine = Told((1.0, FALLS, SURE), (1e6, slopes, error or {key: [math.nan] * len(v) for key, v in SURE.items()}))
+    first, second = tune(engine=engine, outer_steps=2, outer=outer).history
+    assert second.status.endswith("; half a step back")
+    for key, v in second.next.items():
+        assert v.tolist() == pytest.approx(((first.values[key] + second.values[key]) / 2).tolist())
 
 
 def test_a_validation_loss_in_other_units_is_no_explosion():

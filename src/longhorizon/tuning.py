@@ -26,9 +26,10 @@ from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.trust import Doubts, among_seeds, doubts
+from longhorizon.trust import Doubts, among_seeds, doubts, sureness
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
+GUILTY = 0.977  # how sure a slope must be to be blamed for an explosion: two standard errors
 EXPLODED = 10.0  # times the loss that training began with, and that of the last good run
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
 Gates = Literal["off", "wait", "shrink"]
@@ -174,8 +175,7 @@ class Tuning:
         bad = [f["status"] for f in finished if f["status"] != "ok"]
         fine = any(bool(m.isfinite().any()) for m in mean.values()) and bool(losses.isfinite().any())
         exploded = self._exploded(val_loss) if fine else ""
-        if exploded:
-            fine, bad = False, [exploded] * len(finished)
+        fine = fine and not exploded
         error = _combined([f.get("error") for f in finished])
         doubted = among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished], error)
         held: dict[str, list[int]] = {}
@@ -191,7 +191,16 @@ class Tuning:
             self.values, self.outer_state = self.outer.update(at, _without(mean, held), self.outer_state, self.hypers)
             if self.gate == "shrink":
                 self.outer_state = _shrunk(self.outer_state, held, self.outer)
+        elif exploded and (guilty := self._guilty(grad, error)):
+            innocent = {key: [w for w in range(len(m)) if w not in guilty.get(key, ())] for key, m in mean.items()}
+            self.values, self.outer_state = self.outer.update(
+                at, _without(mean, innocent), self.outer_state, self.hypers
+            )
+            exploded = f"{exploded}; {_named(guilty, self.hypers)} goes back"
+            bad = [exploded] * len(finished)
         else:
+            exploded = f"{exploded}; half a step back" if exploded else ""
+            bad = [exploded] * len(finished) if exploded else bad
             self.outer_state = self.outer.shrink(self.outer_state)
             self.values = at if self.good is None else halfway(self.good[1], at, self.hypers)
         record = OuterStep(
@@ -234,7 +243,28 @@ class Tuning:
         began = [abs(f.get("began", math.inf)) for f in self.finished]
         if self.good is None or not val_loss > EXPLODED * max(abs(self.good[0]), *began):
             return ""
-        return f"exploded: validation loss {val_loss:.3g}, and training began with {max(began):.3g}; half a step back"
+        return f"exploded: validation loss {val_loss:.3g}, and training began with {max(began):.3g}"
+
+    def _guilty(self, grad: Values, error: Values) -> dict[str, list[int]]:
+        """Which values made a run explode, by slopes that know their error: those that surely raised the loss the most.
+
+        Only these go back then, each by its sign, and the others keep what they have gained. Other outer optimizers
+        than `SignDescent` go by the size of a slope, which says nothing here.
+        """
+        if self.good is None or not error or not isinstance(self.outer, SignDescent):
+            return {}
+        rises = {key: slopes * (self.values[key] - self.good[1][key]) for key, slopes in grad.items()}
+        sure = {
+            (key, w): float(rise)
+            for key, rises_of in rises.items()
+            for w, rise in enumerate(rises_of)
+            if rise > 0 and sureness(float(grad[key][w]), float(error[key][w])) >= GUILTY
+        }
+        found: dict[str, list[int]] = {}
+        for (key, w), rise in sure.items():
+            if rise >= max(sure.values()) / 2:
+                found.setdefault(key, []).append(w)
+        return found
 
 
 def steps(
@@ -325,6 +355,14 @@ def _without(mean: Values, held: Mapping[str, list[int]]) -> Values:
     for key, windows in held.items():
         kept[key][windows] = torch.nan
     return kept
+
+
+def _named(chosen: Mapping[str, list[int]], hypers: Mapping[str, Hyper]) -> str:
+    """Values in words, windows counted from 1."""
+    return " and ".join(
+        key if hypers[key].windows == 1 else f"{key} {', '.join(str(w + 1) for w in windows)}"
+        for key, windows in chosen.items()
+    )
 
 
 def _shrunk(state: dict[str, Any], held: Mapping[str, list[int]], outer: Outer) -> dict[str, Any]:
