@@ -41,7 +41,7 @@ class Entrant:
     """A method with what was chosen for it."""
 
     method: str
-    engine: str = ""  # of fds: "adjoint", "forward" or "hybrid"
+    engine: str = ""  # of fds: "adjoint", "forward", "hybrid" or "smoothed"
     clip: float | None = None
     horizons: tuple[float, ...] = ()  # of fds: epochs of its outer steps' training runs; a whole run without them
     precision: str = "float32"
@@ -60,8 +60,8 @@ class Entrant:
     def differentiates(self, device: str) -> Any:
         if not self.engine:
             return "auto"
-        if self.engine == "hybrid":
-            return lh.Hybrid()
+        if self.engine in ("hybrid", "smoothed"):
+            return lh.Hybrid() if self.engine == "hybrid" else lh.Factorial()
         compiled = record.compiles("auto", device)  # the first run, of one epoch, is followed by long ones
         kind = lh.Adjoint if self.engine == "adjoint" else lh.Forward
         return kind(clip=self.clip, compile=compiled)
@@ -192,7 +192,7 @@ class Contest:
                 say(f"{name}: what was kept goes further than what is in {self.folder}, and stays")
                 continue
             found[name] = one
-            if self.kept and one.tests:
+            if self.kept and one.evaluations:
                 record.write(self.kept / "settings.json", plain(self.settings))
                 record.write(self.kept / f"{name}.json", one.to_dict())
         return gathered([found[name] for name in sorted(found)])
@@ -232,6 +232,7 @@ class Gathered:
     evaluations: list[Evaluation]
     tests: list[Tested]
     untested: dict[str, int]  # choices that were not tested, by entrant
+    waiting: list[dict[str, Any]]  # entrants of which nothing was tested yet, and how the last thing they tried did
     outer_steps: dict[tuple[str, int], list[dict[str, Any]]]  # by label and seed, of those that differentiate
 
 
@@ -286,20 +287,24 @@ def _read(card: Path) -> Entered:
 
 def gathered(entrants: list[Entered]) -> Gathered:
     """What these entrants have done so far."""
-    cards, evaluations, tests, untested, outer_steps = [], [], [], {}, {}
+    cards, evaluations, tests, untested, waiting, outer_steps = [], [], [], {}, [], {}
     for one in entrants:
         label, seed = one.card["label"], one.card["seed"]
         keys = {t.key for t in one.tests}
         if missing := sum(e.best and e.key not in keys for e in one.evaluations):
             untested[f"{label}-{seed}"] = missing
         if not keys:
+            last = one.evaluations[-1:]
+            waiting += [
+                {"method": label, "seed": seed, "steps": e.steps, "val_loss": e.val_loss, **e.metrics} for e in last
+            ]
             continue
         cards.append(one.card)
         if one.outer_steps:
             outer_steps[label, seed] = one.outer_steps
         evaluations += [replace(e, method=label, best=e.best and e.key in keys) for e in one.evaluations]
         tests += [replace(t, method=label) for t in one.tests]
-    return Gathered(cards, evaluations, tests, untested, outer_steps)
+    return Gathered(cards, evaluations, tests, untested, waiting, outer_steps)
 
 
 def judged(e: Evaluation) -> str:
@@ -315,8 +320,8 @@ def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Names
         names = [method.name for method in chosen(names)]  # "all" is every one
     except (ImportError, ValueError) as error:  # an unknown name, or a package that is not there
         raise SystemExit(f"--methods {','.join(names)}: {error}") from None
-    if args.clip is not None and args.engine == "hybrid":
-        raise SystemExit(f"--clip {args.clip:g}: the hybrid has none; leave it out, or choose another --engine.")
+    if args.clip is not None and args.engine in ("hybrid", "smoothed"):
+        raise SystemExit(f"--clip {args.clip:g}: {args.engine} has none; leave it out, or choose another --engine.")
     clip = args.clip if args.clip is not None else 10.0 if args.engine == "forward" else None
     if clip is not None and clip < 0:
         raise SystemExit(f"--clip {clip:g}: expected a positive bound, or 0 for none.")

@@ -113,16 +113,24 @@ def plain_seconds(task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, traces
 
 
 def cost(
-    task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, times: int, traces: lh.Traces, on: str
+    task: lh.Task,
+    hypers: dict[str, lh.Hyper],
+    steps: int,
+    engine: Any,
+    times: int,
+    traces: lh.Traces,
+    on: str,
+    precision: Any = "float32",
 ) -> dict[str, float]:
     """What an estimate costs in plain runs; what compiling takes is left out."""
     ratios, seconds = [], []
+    how: Any = {"steps": steps, "engine": engine, "traces": traces, "precision": precision}
     if on == "cuda":
-        lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=times, traces=traces)
+        lh.hypergradient(task, lh.sgd(), hypers, seed=times, **how)
     for seed in range(times):
         plain = plain_seconds(task, hypers, steps, traces)
         began = clock(on)
-        lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed, traces=traces)
+        lh.hypergradient(task, lh.sgd(), hypers, seed=seed, **how)
         seconds.append(clock(on) - began)
         ratios.append(seconds[-1] / plain)
     return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
@@ -152,6 +160,7 @@ def one(args: Any, name: str) -> None:
     found = json.loads(path.read_text())
     true, steps = as_truth(found), found["settings"]["steps"]
     task, hypers = setting(args, name)
+    rough = found["settings"].get("precision", "float32")  # of plain training runs, as for the truth
     traces, timed = lh.Traces(), COMPILED if name in FOR_A_GPU else TIMED
     on = on_device(args, name).partition(":")[0]
     if on == "cpu":
@@ -169,7 +178,7 @@ def one(args: Any, name: str) -> None:
     sureness = {}
     for label, engine in engines(hypers, name, args.smoke).items():
         rows[label] = kept["estimates"].get(label) or [
-            work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s, traces))
+            work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s, traces, rough))
             for seed in range(count)
         ]
         if all("error" in row for row in rows[label]):
@@ -178,7 +187,7 @@ def one(args: Any, name: str) -> None:
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
     costs = {
         label: kept["cost"].get(label)
-        or work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on))
+        or work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on, rough))
         for label, engine in (timed | engines(hypers, name, args.smoke)).items()
         if not (args.smoke and label in timed)
     }

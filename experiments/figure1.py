@@ -17,8 +17,9 @@ says "10 epochs for some outer steps" and not which. What it ends with is traine
 is its choice. `--engine forward` is the paper's: forward mode, H·Z clipped at ±10. `--engine adjoint` takes exact
 hypergradients of the same runs by walking back, at a cost that does not depend on the number of values. `--clip` bounds
 H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact, and smoothed differences for the values
-that its meter doubts (docs/trust.md); `--gate wait` keeps those that are doubted even so where they are. `--growth 1.5`
-lets γ grow again while signs stay the same. All can stand side by side in the figure. `--shared` notes that other work
+that its meter doubts (docs/trust.md); `--engine smoothed` takes smoothed differences for all. `--gate wait` keeps those
+that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same. `--precision bf16`
+makes the plain training runs of smoothed differences, of searches and of tests in mixed precision (figure1_bf16.py). All can stand side by side in the figure. `--shared` notes that other work
 was on the device, and that seconds are too long. Hypergradient descent is run again and again, from zero and then from
 random points of the range; its first run, from zero, is Figure 4's rival (`--methods hd --budget "1 runs" --seeds
 0,1,2` is enough for that): it has no windows, so it is the same there. Learning rate, momentum and weight decay move
@@ -49,7 +50,9 @@ def main() -> None:
     parser.add_argument("--methods", default="fds", help="names, with commas between them")
     parser.add_argument("--seeds", default="0", help="whole numbers, with commas between them")
     parser.add_argument("--budget", default="2h", help="of each search and of hd, with each seed: '2h', '30 runs'")
-    parser.add_argument("--engine", choices=["adjoint", "forward", "hybrid"], default="adjoint", help="of fds")
+    parser.add_argument(
+        "--engine", choices=["adjoint", "forward", "hybrid", "smoothed"], default="adjoint", help="of fds"
+    )
     parser.add_argument("--clip", type=float, help="of fds; 10 for forward and none for adjoint without it")
     parser.add_argument("--horizons", default="1,10", help="epochs of FDS's outer steps, the last one repeating")
     parser.add_argument("--gate", choices=["off", "wait", "shrink"], default="off", help="of fds (docs/trust.md)")
@@ -95,6 +98,7 @@ def write(args: Any, one: contest.Contest) -> None:
         "tolerance": known.tolerance,
         "entrants": found.cards,
         "untested": found.untested,
+        "waiting": found.waiting,
         "table": [plain(vars(row)) for row in rows],
         "curves": {
             clock: [plain(vars(curve)) for curve in curves(found.evaluations, found.tests, clock, against)]

@@ -199,6 +199,10 @@ def _unfinished(found: dict[str, Any], cards: list[dict[str, Any]]) -> str:
         taken = [s for s in found["outer_steps"] if (s["method"], s["seed"]) == (card["label"], card["seed"])]
         if len(taken) <= all_steps:  # the last one is the training
             said.append(f"; seed {card['seed']} is at {len(taken)} of {all_steps} outer steps so far")
+    for one in found.get("waiting", []):
+        if one["method"] == cards[0]["label"]:
+            got = f"{100 * one['accuracy']:.1f} %" if "accuracy" in one else "diverged"
+            said.append(f"; seed {one['seed']} is not tested yet: {got} on its own validation images")
     return "".join(said)
 
 

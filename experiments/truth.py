@@ -83,10 +83,17 @@ def engines_of(name: str) -> dict[str, Any]:
 
 
 def estimate(
-    task: lh.Task, hypers: dict[str, lh.Hyper], steps: int, engine: Any, seed: int, traces: lh.Traces
+    task: lh.Task,
+    hypers: dict[str, lh.Hyper],
+    steps: int,
+    engine: Any,
+    seed: int,
+    traces: lh.Traces,
+    precision: Any = "float32",
 ) -> dict[str, Any]:
     """One hypergradient, with what its meter says of every window."""
-    h = lh.hypergradient(task, lh.sgd(), hypers, steps=steps, engine=engine, seed=seed, traces=traces)
+    how: Any = {"engine": engine, "seed": seed, "traces": traces, "precision": precision}
+    h = lh.hypergradient(task, lh.sgd(), hypers, steps=steps, **how)
     found: dict[str, Any] = {"grad": {key: rounded(g) for key, g in h.grad.items()}, "status": str(h.status)}
     if h.error is not None:
         found["error"] = {key: rounded(e) for key, e in h.error.items()}
@@ -144,7 +151,8 @@ def one(args: Any, name: str) -> None:
         torch.set_num_threads(1)
     task, hypers = setting(args, name)
     traces = lh.Traces()
-    work = Work(args, f"truth-{name}", {"task": name, "steps": steps, "seeds": seeds, "distance": DISTANCE})
+    rough = {} if args.precision == "float32" else {"precision": args.precision}
+    work = Work(args, f"truth-{name}", {"task": name, "steps": steps, "seeds": seeds, "distance": DISTANCE} | rough)
 
     def told(done: int, total: int) -> None:
         if done % 8 == 0 or name in FOR_A_GPU:
@@ -159,6 +167,7 @@ def one(args: Any, name: str) -> None:
         seeds=range(JUDGES, JUDGES + seeds),
         path=work.folder / "truth.seeds",
         progress=told,
+        precision=args.precision,
     )
     scores, rows = {}, {}
     for label, engine in engines_of(name).items():
@@ -185,7 +194,8 @@ def one(args: Any, name: str) -> None:
                 "lr": chosen.lr,
                 "momentum": chosen.momentum,
                 "weight_decay": chosen.decay,
-            },
+            }
+            | rough,
             "distance": DISTANCE,
             "truth": {
                 key: {"mean": rounded(true.mean[key]), "error": rounded(true.error[key])} for key in true.differences
@@ -207,6 +217,12 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, help="one of them; without it all that a CPU can do")
     parser.add_argument(
         "--seeds", type=int, help="of the truth; 48 for digits, 16 for MNIST, 8 for CIFAR-10 without it"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "bf16"],
+        default="float32",
+        help="of the plain training runs of the truth, on a GPU; estimates by derivatives are in float32",
     )
     args = parse(parser)
     for name in [args.task] if args.task else [name for name in TASKS if name not in FOR_A_GPU]:

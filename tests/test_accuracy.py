@@ -97,7 +97,7 @@ def test_a_run_of_an_older_version_has_no_dtype_and_goes_on(tmp_path):
     [
         ("tf32", torch.float64, "precision='tf32' with a model in float64: TF32 is a rougher float32"),
         ("float64", torch.float32, "precision='float64' with a model in float32: make it and its batches float64"),
-        ("float16", torch.float32, "precision='float16': expected 'float32', 'tf32', or 'float64'"),
+        ("float16", torch.float32, "precision='float16': expected 'float32', 'tf32', 'bf16', or 'float64'"),
     ],
 )
 def test_a_precision_that_the_model_does_not_have_is_refused(tmp_path, precision, dtype, says):

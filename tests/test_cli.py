@@ -348,7 +348,10 @@ BAD_RECIPES = {
     "data": ('data = "cifar"', "Did you mean 'cifar10'?"),
     "data set": ('data = "imagenet"', "unknown data set 'imagenet'"),
     "precision": ('precision = "float16"', "precision = 'float16'. Did you mean"),
-    "tf32": ('dtype = "float64"\nprecision = "tf32"', "TF32 is a rougher float32; choose one of the two"),
+    "tf32": (
+        'dtype = "float64"\nprecision = "tf32"',
+        "precision = 'tf32' with dtype = 'float64': it stands in for float32; choose one of the two",
+    ),
     "init": ('model = "wrn-10-1"\ninit = "xaver"', "init = 'xaver'. Did you mean 'xavier'?"),
     "init of a GPT": ('model = "gpt-1-32"\ninit = "he"', "a GPT has only its own initialisation"),
     "init of one's own": ('model = "shutil:rmtree"\ninit = "he"', "model = 'shutil:rmtree' initialises itself"),

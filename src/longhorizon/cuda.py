@@ -6,6 +6,7 @@ seconds. The graph removes what launching thousands of kernels costs, which for 
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -166,7 +167,8 @@ def _compiled_directly(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
     )
     shapes = [mode.from_tensor(x, static_shapes=True) for x in args]
-    with tracing(TracingContext(mode)), config.patch(_OPTIONS):
+    with tracing(TracingContext(mode)), config.patch(_OPTIONS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # left out on purpose
         with mode:
             flat = make_fx(graph, decomposition_table=select_decomp_table())(*shapes)
         made: Any = compile_fx_inner(flat, shapes, is_inference=True)

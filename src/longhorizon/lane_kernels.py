@@ -26,7 +26,7 @@ _PROCESSORS = 132  # of an H200; on another device programs wait for each other,
 ROOM = 220 * 1024  # bytes of shared memory of a multiprocessor
 MOST = 160 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB
 
-# Strips and programs that were the fastest on an H200 for the sizes of WRN-16-1, by what is made, channels, outputs, side
+# The fastest strips and programs on an H200 for the sizes of WRN-16-1, by what is made, channels, outputs, side
 # of the smaller image and kind: what `convolve` and `weigh` take besides their size. Others are good guesses.
 _CHOSEN: dict[tuple[str, int, int, int, int], tuple[int, ...]] = {
     ("conv", 3, 16, 32, 0): (8, 1, 2, 8),

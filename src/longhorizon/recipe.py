@@ -30,7 +30,7 @@ RULES: dict[str, Callable[..., Rule]] = {"sgd": rules.sgd, "adam": rules.adam, "
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ENGINES = ("auto", "forward", "adjoint", "greedy", "smoothed", "hybrid")
 GATES = ("off", "wait", "shrink")
-PRECISIONS = ("float32", "tf32", "float64")
+PRECISIONS = ("float32", "tf32", "bf16", "float64")
 INITS = ("he", "xavier")
 PROTOCOL = {"batch_size": 256, "val_fraction": 0.05}  # the paper's, for every built-in set but the digits
 SMALL = 2_000_000  # parameters times examples in a batch
@@ -73,7 +73,9 @@ class Recipe:
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: str = _setting("float32", "float32 or float64")
     precision: str = _setting(
-        "float32", "of products: float32; tf32, on a GPU faster and rougher; or float64, which makes dtype so"
+        "float32",
+        "of products: float32; tf32, on a GPU faster and rougher; bf16, on a GPU mixed precision for plain training runs "
+        "side by side; or float64, which makes dtype so",
     )
     threads: int = _setting(0, "processor threads; 0: one for a small model, else as many as there are cores")
     rule: dict[str, Any] = _setting(
@@ -292,9 +294,10 @@ def _check(recipe: Recipe, origin: str) -> None:
         raise RecipeError(f"{origin}: checkpoint_seconds = {recipe.checkpoint_seconds}: expected at least 0.")
     if not 0 < recipe.val_fraction < 1:
         raise RecipeError(f"{origin}: val_fraction = {recipe.val_fraction}: expected a share between 0 and 1.")
-    if recipe.precision == "tf32" and recipe.dtype == "float64":
+    if recipe.precision in ("tf32", "bf16") and recipe.dtype == "float64":
         raise RecipeError(
-            f"{origin}: precision = 'tf32' with dtype = 'float64': TF32 is a rougher float32; choose one of the two."
+            f"{origin}: precision = {recipe.precision!r} with dtype = 'float64': it stands in for float32; "
+            "choose one of the two."
         )
     if recipe.init and (recipe.task or ":" in recipe.model):
         own = f"task = {recipe.task!r}" if recipe.task else f"model = {recipe.model!r}"

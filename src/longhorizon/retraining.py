@@ -74,7 +74,8 @@ def retrain(
         schedule: what to train with, or a mapping from key to values.
         steps: the budget; any number, the schedule stretches.
         seeds: how many runs, or which.
-        precision: of float32 products on a GPU; see `hypergradient`.
+        precision: of float32 products on a GPU; see `hypergradient`. With "bf16" seeds are trained in mixed
+            precision, side by side.
         traces: shared with other calls, so that on a GPU the step is compiled once for all of them; then it is compiled
             however short a run is.
         progress: called with (steps done, steps in all) after every step, of all seeds together.

@@ -101,7 +101,7 @@ def tune(
         seeds: training runs to average each hypergradient over.
         gate: what a value does whose hypergradient is doubted (see `OuterStep.doubts`): "off" moves it all the same,
             "wait" leaves it where it is for this outer step, "shrink" also halves its γ.
-        precision: of products, "float32", "tf32" or "float64"; see `hypergradient`.
+        precision: of products, "float32", "tf32", "bf16" or "float64"; see `hypergradient`.
         traces: a `Traces` to share with other calls, so that the step is traced and compiled once for all of them.
         dir: where to keep the run. If the same run is there already it goes on where it stopped.
         checkpoint_seconds: how often to save inside a training run.
