@@ -19,8 +19,8 @@ hypergradients of the same runs by walking back, at a cost that does not depend 
 H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact, and smoothed differences for the values
 that its meter doubts (docs/trust.md); `--engine smoothed` takes smoothed differences for all. `--gate wait` keeps those
 that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same. `--precision bf16`
-makes the plain training runs of smoothed differences, of searches and of tests in mixed precision (figure1_bf16.py). All can stand side by side in the figure. `--shared` notes that other work
-was on the device, and that seconds are too long. Hypergradient descent is run again and again, from zero and then from
+makes the plain training runs of smoothed differences, of searches and of tests in mixed precision (figure1_bf16.py).
+All can stand side by side in the figure. `--shared` notes that other work was on the device, and that seconds are too long. Hypergradient descent is run again and again, from zero and then from
 random points of the range; its first run, from zero, is Figure 4's rival (`--methods hd --budget "1 runs" --seeds
 0,1,2` is enough for that): it has no windows, so it is the same there. Learning rate, momentum and weight decay move
 after every step, by 0.2 times the one-step hypergradient, clipped at ±1; the value of every step (means of windows,

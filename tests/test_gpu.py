@@ -344,6 +344,26 @@ def test_trials_side_by_side_are_the_same_trials(monkeypatch):
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+def test_a_search_works_on_several_trials_each_at_its_own_step(monkeypatch):
+    monkeypatch.setattr(compile, "WORTH_COMPILING", 1)
+    settings = {"methods": ["hyperband"], "steps": 8, "outer_steps": 2, "budget": "6 runs", "epoch": 2, "test": "none"}
+    task, seen = picture_task(), []
+    step = lanes.Lanes.step
+    monkeypatch.setattr(lanes.Lanes, "step", lambda self, t: seen.append(t) or step(self, t))
+    found = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
+    assert any(len(set(at)) > 1 for at in seen)
+    assert sum(e.cost for e in found) <= 48
+    for e in [e for e in found if e.val_loss < 3]:  # the rest amplify
+        hypers = {key: lh.Hyper(e.values[key], windows=len(e.values[key])) for key in HYPERS}
+        with environment():
+            one = make_problem(task, lh.sgd(), hypers, 8, lh.tuning.run_seed(e.seed, e.trial, 0))
+            state = one.start
+            for t in range(e.steps):
+                state, _ = one.train_step(state, t)
+            assert e.val_loss == pytest.approx(float(one.validation_loss(state, e.steps)), rel=2e-2)
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
 @pytest.mark.parametrize("side", [32, 33])
 @pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(store="all", compile=True)], ids=repr)
 def test_compiled_convolutions_are_near_plain_ones(engine, side):

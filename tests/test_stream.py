@@ -439,9 +439,9 @@ def test_a_loader_feeds_an_engine():
 def test_batches_of_several_streams_are_made_in_one_go():
     on_device, _ = resident(pad=4)
     streams = [data.Stream(on_device, 8, seed, torch.arange(40), data.Augment()) for seed in (3, 4, 3)]
-    for step in (0, 7):
-        images, labels = data.Stream.joined(streams, step)
-        for i, stream in enumerate(streams):
+    for steps in ([0, 0, 0], [7, 2, 0]):
+        images, labels = data.Stream.joined(streams, steps)
+        for i, (stream, step) in enumerate(zip(streams, steps, strict=True)):
             assert torch.equal(images[i], stream[step][0])
             assert torch.equal(labels[i], stream[step][1])
-    assert data.Stream.joined([streams[0], data.Stream(on_device, 9, 3)], 0) is None
+    assert data.Stream.joined([streams[0], data.Stream(on_device, 9, 3)], [0, 0]) is None

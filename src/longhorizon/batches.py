@@ -74,17 +74,17 @@ class Batches:
         self._cursor = 0
 
 
-def joined(streams: Sequence[Batches], step: int) -> Any:
-    """The batches of a step of several runs, stacked, where their sources can make them in one go; or None.
+def joined(streams: Sequence[Batches], steps: Sequence[int]) -> Any:
+    """The batches of several runs, each at its step, stacked, where their sources can make them in one go; or None.
 
-    Such a source has `joined(sources, step)`, all its batches have one shape, and what is random about them comes from
+    Such a source has `joined(sources, steps)`, all its batches have one shape, and what is random about them comes from
     a seed of its own.
     """
     sources = [stream._source for stream in streams]
     make = getattr(type(sources[0]), "joined", None)
     if make is None or any(type(source) is not type(sources[0]) for source in sources):
         return None
-    return make(sources, step)
+    return make(sources, steps)
 
 
 def nbytes(batch: Any) -> int:

@@ -45,32 +45,53 @@ class Lanes:
         on_cpu = first.device.type == "cpu"
         self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
         self._half = not on_cpu and cuda.current_precision() == "bf16"
+        self._chosen: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._form = _form(first.batch(0))  # the shape that is traced; batches of others are rare, or all differ
 
-    def step(self, t: int) -> Tensor:
-        """Take all runs a step further; returns the losses before it."""
-        first = self.problems[0]
+    def step(self, t: int | Sequence[int]) -> Tensor:
+        """Take all runs a step further, from one step or each from its own; returns the losses before it."""
+        first, at = self.problems[0], [t] * len(self._all) if isinstance(t, int) else [*t]
+        at += at[-1:] * (len(self._all) - len(at))
         if any(p.inner is not first.inner for p in self.problems):
-            return self._one_by_one(t)
-        batch, forms = joined([p.batches for p in self._all], t), {self._form}
+            return self._one_by_one(at)
+        batch, forms = joined([p.batches for p in self._all], at), {self._form}
         if batch is None:
-            batches = self._batches(t)
+            batches = self._batches(at)
             forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
             if len(forms) > 1:
-                return self._one_by_one(t)
+                return self._one_by_one(at)
             batch = _stacked(batches)
-        hypers = {key: values[:, first.window(key, t)] for key, values in self._values.items()}
+        hypers = {key: self._hyper(key, values, at) for key, values in self._values.items()}
         step: Callable[..., Any] = batched(first)
         if self._traced and forms == {self._form}:
-            step = compile.traced(step, first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(t))
+            step = compile.traced(step, first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(at[0]))
         with cuda.half() if self._half else nullcontext():
             self.state, losses = step(self.state, batch, hypers)
         found: Tensor = losses[: len(self.problems)]
         return found.detach()
 
-    def _one_by_one(self, t: int) -> Tensor:
+    def put(self, i: int, problem: Problem, state: State) -> None:
+        """Another run in a lane, where it begins or goes on."""
+        self.problems[i] = self._all[i] = problem
+        for key, values in self._values.items():
+            values[i] = problem.on_device[key]
+        for whole, own in zip(pytree.tree_leaves(self.state), pytree.tree_leaves(state), strict=True):
+            if isinstance(whole, Tensor):
+                whole[i] = own
+        self._chosen.clear()
+
+    def _hyper(self, key: str, values: Tensor, at: Sequence[int]) -> Tensor:
+        """Each run's value of a hyperparameter now."""
+        windows = tuple(self.problems[0].window(key, t) for t in at)
+        if len(set(windows)) == 1:
+            return values[:, windows[0]]
+        if self._chosen.get(key, (None,))[0] != windows:  # which changes now and then only
+            self._chosen[key] = windows, values[range(len(windows)), windows]
+        return self._chosen[key][1]
+
+    def _one_by_one(self, at: Sequence[int]) -> Tensor:
         """Where batches differ in shape, or models in what is neither a weight nor a buffer."""
-        made = [p.train_step(self.lane(i), t) for i, p in enumerate(self._all)]
+        made = [p.train_step(self.lane(i), t) for i, (p, t) in enumerate(zip(self._all, at, strict=True))]
         self.state = _stacked([tree.detach(state) for state, _ in made])
         return torch.stack([loss.detach() for _, loss in made[: len(self.problems)]])
 
@@ -83,13 +104,13 @@ class Lanes:
         state: State = tree.map(lambda x: x[i] if isinstance(x, Tensor) else x, self.state)
         return state
 
-    def _batches(self, t: int) -> list[Any]:
+    def _batches(self, at: Sequence[int]) -> list[Any]:
         """Runs that share their data share the work of making a batch."""
-        made: dict[int, Any] = {}
-        for p in self.problems:
-            if id(p.batches) not in made:
-                made[id(p.batches)] = p.batch(t)
-        return [made[id(p.batches)] for p in self._all]
+        made: dict[tuple[int, int], Any] = {}
+        for p, t in zip(self._all, at, strict=True):
+            if (id(p.batches), t) not in made:
+                made[id(p.batches), t] = p.batch(t)
+        return [made[id(p.batches), t] for p, t in zip(self._all, at, strict=True)]
 
 
 def at_once(problem: Problem, runs: int) -> int:

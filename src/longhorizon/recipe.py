@@ -74,8 +74,8 @@ class Recipe:
     dtype: str = _setting("float32", "float32 or float64")
     precision: str = _setting(
         "float32",
-        "of products: float32; tf32, on a GPU faster and rougher; bf16, on a GPU mixed precision for plain training runs "
-        "side by side; or float64, which makes dtype so",
+        "of products: float32; tf32, on a GPU faster and rougher; bf16, on a GPU mixed precision for plain training "
+        "runs side by side; or float64, which makes dtype so",
     )
     threads: int = _setting(0, "processor threads; 0: one for a small model, else as many as there are cores")
     rule: dict[str, Any] = _setting(

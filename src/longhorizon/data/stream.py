@@ -129,12 +129,12 @@ class Stream:
         return self._made(*self._chosen(step))
 
     @staticmethod
-    def joined(streams: Sequence["Stream"], step: int) -> Batch | None:
-        """The batches of a step of several streams, stacked; None if they differ in more than their seed."""
+    def joined(streams: Sequence["Stream"], steps: Sequence[int]) -> Batch | None:
+        """The batches of several streams, each at its step, stacked; None if they differ in more than their images."""
         first = streams[0]
         if any(s._kind() != first._kind() for s in streams):
             return None
-        parts = zip(*(s._chosen(step) for s in streams), strict=True)
+        parts = zip(*(s._chosen(step) for s, step in zip(streams, steps, strict=True)), strict=True)
         images, labels = first._made(*(torch.cat(part) for part in parts))
         both = (len(streams), first._batch_size)
         return images.view(*both, *images.shape[1:]), labels.view(both)

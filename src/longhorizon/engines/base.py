@@ -93,6 +93,15 @@ class Watch:
         return self.first
 
     @property
+    def flag(self) -> Tensor:
+        """The first bad step where it is, −1 if there is none; to be set by who looks at the losses himself."""
+        return self._first
+
+    @flag.setter
+    def flag(self, first: Tensor) -> None:
+        self._first = first.clone()
+
+    @property
     def first(self) -> int | None:
         first = int(self._first)
         return first if first >= 0 else None

@@ -214,14 +214,14 @@ class Trial:
         return evaluation
 
     def keep(self) -> None:
-        """Save where the training is after an evaluation, to go on from there later."""
-        self._save(0.0, 0)
+        """Save where the training is, to go on from there later."""
+        self._save(self.seconds, self.counted)
 
     def forget(self) -> None:
         (self.arena.dir / self.file).unlink(missing_ok=True)
 
     def _train(self, step: int) -> Judged:
-        training, saved_at = self._begun(), time.monotonic()
+        training, saved_at = self.begun(), time.monotonic()
         while training.t < step and training.failed is None:
             training.advance()
             try:
@@ -234,7 +234,9 @@ class Trial:
                 saved_at = time.monotonic()
         return judge(training)
 
-    def _begun(self) -> Trains:
+    def begun(self) -> Trains:
+        """The training, from where it was saved."""
+        self._began, self._first = time.perf_counter(), self.arena.counter.steps
         if self.training is not None:
             return self.training
         saved = self.arena.load(self.file)

@@ -19,6 +19,8 @@ from typing import Any, Literal
 from longhorizon import seeds
 from longhorizon.rivals import hyperband, rows
 from longhorizon.rivals.arena import Arena, Setup, Trial
+from longhorizon.rivals.crew import Crew
+from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting, setting_of
 from longhorizon.rivals.training import Training, Trains
 
@@ -81,8 +83,8 @@ class BlackBox:
     def work(self, arena: Arena, unfinished: Sequence[int], worker: int = 0) -> None:
         """Finish these trials, then take new ones until the purse is empty."""
         study = self.study(arena)
-        if self.sampler == "random" and not self.early and rows.width(arena) > 1:
-            self._rows(arena, study, list(unfinished), worker)
+        if rows.width(arena) > 1:
+            self._together(arena, study, list(unfinished), worker)
             return
         arena.recompile()
         for number in unfinished:
@@ -90,26 +92,55 @@ class BlackBox:
         while arena.purse.allows(self.least(arena.setup)):
             self._trial(arena, study, None, worker)
 
-    def _rows(self, arena: Arena, study: Any, unfinished: list[int], worker: int) -> None:
-        """Trials that no other one learns from, several at once."""
-        from optuna.trial import TrialState
-
-        steps = arena.setup.steps
+    def _together(self, arena: Arena, study: Any, unfinished: list[int], worker: int) -> None:
+        """Several trials at a time. A search proposes while others are at work, as with several processes."""
         rows.recompile(arena)
-        while unfinished or arena.purse.allows(steps):
-            asked: dict[int, tuple[Any, rows.Job]] = {}
-            while unfinished or (len(asked) < rows.width(arena) and arena.purse.allows((len(asked) + 1) * steps)):
-                began = time.perf_counter()
-                trial, setting, _ = self._asked(arena, study, unfinished.pop(0) if unfinished else None, worker)
-                asked[trial.number] = trial, rows.Job(trial.number, setting, seconds=time.perf_counter() - began)
-            rows.evaluate(arena, [job for _, job in asked.values()], steps)
-            for trial, job in asked.values():
-                found = arena.found(trial.number, steps)
-                if found is None:
-                    return  # the purse is empty; it stays open
-                crashed = found.status.startswith("crashed")
-                told = None if crashed else min(found.val_loss, _ceiling(study, arena, job.setting, trial.number))
-                study.tell(trial, told, state=TrialState.FAIL if crashed else None)
+        crew, rungs = Crew(arena, rows.width(arena)), self.rungs(arena.setup)
+        while True:
+            while not crew.full and (unfinished or _affords(arena, crew, rungs[0])):
+                self._hire(arena, study, crew, unfinished.pop(0) if unfinished else None, worker)
+            if not list(crew):
+                return
+            if not arena.purse.allows(0, crew.seconds):
+                crew.dismiss()
+                return
+            for seat, found in [(seat, crew.judge(seat)) for seat in crew.work()]:  # all are paid for first
+                self._seat(arena, study, crew, seat.trial, seat.what, found)
+
+    def _hire(self, arena: Arena, study: Any, crew: Crew, number: int | None, worker: int) -> None:
+        """A trial, new or of a number, gets a seat, after what is in the journal of it already."""
+        began = time.perf_counter()
+        trial, setting, reported = self._asked(arena, study, number, worker)
+        one = Trial(
+            arena,
+            trial.number,
+            setting,
+            lambda saved: Training(arena.problem(setting, trial.number), arena.counter, saved),
+            time.perf_counter() - began,
+        )
+        self._seat(arena, study, crew, one, _Course(trial, setting, reported), None)
+
+    def _seat(
+        self, arena: Arena, study: Any, crew: Crew, one: Trial, course: "_Course", found: Evaluation | None
+    ) -> None:
+        """From an evaluation of a trial, or its beginning, to its next stretch of training, if there is one."""
+        rungs = self.rungs(arena.setup)
+        while found is None or self._goes_on(arena, study, course, found, one.training):
+            course.rung += found is not None
+            at = rungs[course.rung]
+            found = arena.found(one.number, at)
+            if found is not None:
+                one.since = at
+                continue
+            if not _affords(arena, crew, at - one.since):
+                one.keep()  # it stays open, and goes on if the budget grows
+                return
+            try:
+                crew.sit(one, at, course)
+                return
+            except Exception:  # a user's model or data may fail in any way; alone it is written down as a crash
+                found = one.to(at)
+        one.forget()
 
     def study(self, arena: Arena) -> Any:
         """The study on disk, of this method and seed."""
@@ -142,8 +173,6 @@ class BlackBox:
 
     def _trial(self, arena: Arena, study: Any, number: int | None, worker: int) -> None:
         """One trial, new or taken up again, up to its end or to where the pruner ends it."""
-        from optuna.trial import TrialState
-
         setup, began = arena.setup, time.perf_counter()
         trial, setting, reported = self._asked(arena, study, number, worker)
         one = Trial(
@@ -153,25 +182,33 @@ class BlackBox:
             lambda saved: Training(arena.problem(setting, trial.number), arena.counter, saved),
             time.perf_counter() - began,
         )
-        rungs = self.rungs(setup)
-        for rung, at in enumerate(rungs):
+        course = _Course(trial, setting, reported)
+        for course.rung, at in enumerate(self.rungs(setup)):
             if arena.found(trial.number, at) is None and not arena.purse.allows(at - one.since):
                 return  # it stays open, and goes on from its last rung if the budget grows
-            found = one.to(at)
-            if found.status.startswith("crashed"):
-                study.tell(trial, state=TrialState.FAIL)
-                break
-            told = min(found.val_loss, _ceiling(study, arena, setting, trial.number, one.training))
-            if at == rungs[-1] and (math.isfinite(found.val_loss) or not self.early):
-                study.tell(trial, told)
-                break
-            if hyperband.ETA**rung not in reported:
-                trial.report(told, hyperband.ETA**rung)
-            if trial.should_prune() or not math.isfinite(found.val_loss):
-                study.tell(trial, state=TrialState.PRUNED)
+            if not self._goes_on(arena, study, course, one.to(at), one.training):
                 break
             one.keep()
         one.forget()
+
+    def _goes_on(self, arena: Arena, study: Any, course: "_Course", found: Evaluation, training: Trains | None) -> bool:
+        """Tell the search of an evaluation; whether its trial is to be trained further."""
+        from optuna.trial import TrialState
+
+        trial, rung = course.trial, course.rung
+        if found.status.startswith("crashed"):
+            study.tell(trial, state=TrialState.FAIL)
+            return False
+        told = min(found.val_loss, _ceiling(study, arena, course.setting, trial.number, training))
+        if found.steps == self.rungs(arena.setup)[-1] and (math.isfinite(found.val_loss) or not self.early):
+            study.tell(trial, told)
+            return False
+        if hyperband.ETA**rung not in course.reported:
+            trial.report(told, hyperband.ETA**rung)
+        if trial.should_prune() or not math.isfinite(found.val_loss):
+            study.tell(trial, state=TrialState.PRUNED)
+            return False
+        return True
 
     def _asked(
         self, arena: Arena, study: Any, number: int | None, worker: int
@@ -189,6 +226,21 @@ class BlackBox:
             _catch_up(study, trial, among[number], [axis.name for axis in space])
         chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
         return trial, setting_of(arena.setup.hypers, chosen, space), reported
+
+
+@dataclass
+class _Course:
+    """A trial of a search: what it is called there, its setting, what it has reported before, and how far it is."""
+
+    trial: Any
+    setting: Setting
+    reported: dict[int, float]
+    rung: int = 0
+
+
+def _affords(arena: Arena, crew: Crew, steps: int) -> bool:
+    """Whether the purse allows so many steps besides what the crew is at."""
+    return arena.purse.allows(steps + sum(seat.left for seat in crew), crew.seconds)
 
 
 def _catch_up(study: Any, trial: Any, saved: Any, names: Sequence[str]) -> None:

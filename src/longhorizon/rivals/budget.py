@@ -61,9 +61,14 @@ class Purse:
         self.left = max(0.0, budget.amount - spent)
         self.whole = budget.amount
 
-    def allows(self, steps: int) -> bool:
-        """Whether the next piece of work, of so many training steps, may begin."""
-        return self.left >= steps if self.unit == "steps" else self.left > 0
+    def allows(self, steps: int, seconds: float = 0.0) -> bool:
+        """Whether the next piece of work, of so many training steps, may begin.
+
+        Args:
+            steps: of it, and of work in progress.
+            seconds: that work in progress has taken and that were not paid for yet.
+        """
+        return self.left >= steps if self.unit == "steps" else self.left > seconds
 
     def pay(self, steps: int, seconds: float) -> None:
         self.left -= steps if self.unit == "steps" else seconds

@@ -1,9 +1,9 @@
-"""Several trials of a method side by side, where none of them depends on the result of another.
+"""Several trials of a grid side by side: they are known beforehand, and all of one length.
 
 On a GPU a small network's step leaves most of the device idle. One batched step that takes a row of trainings further
-(lanes.py) costs less than they cost one after the other. Random search and grids train so; a trial's seconds
-are its share of the row's. On the CPU trials run one by one: there a search is repeated to the last bit, which a
-batched step, whose sums run in another order, would not do.
+(lanes.py) costs less than they cost one after the other. Grids train so, and searches in a crew (crew.py); a trial's
+seconds are its share of the row's. On the CPU trials run one by one: there a search is repeated to the last bit, which
+a batched step, whose sums run in another order, would not do.
 """
 
 import time

@@ -1,0 +1,175 @@
+"""Several trials of a search at a time, each at its own step. On the CPU this is never chosen; here it is asked for."""
+
+import math
+from itertools import count
+
+import pytest
+import torch
+
+import longhorizon as lh
+from longhorizon.rivals import blackbox, rows
+from longhorizon.rivals.driver import Watcher
+from longhorizon.rivals.ledger import Ledger
+from longhorizon.rivals.training import Counter, Training, judge
+from rivals_task import HYPERS, STEPS, compare, counted_task, loss, make_task, without_clock
+from test_compare import Stops
+from test_rows import killed_after
+
+METHODS = ["random", "bo", "hyperband", "bohb"]
+
+
+@pytest.fixture
+def four(monkeypatch):
+    """Seats for four."""
+    monkeypatch.setattr(rows, "width", lambda arena: 4)
+
+
+def settings_for(method, **changes):
+    return {"methods": [method], "test": "none", "budget": "10 runs"} | changes
+
+
+def without_order(evaluations):
+    return sorted(without_clock(evaluations), key=lambda e: (e["trial"], e["steps"]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_evaluation_is_that_of_training_alone(method, four):
+    """To rounding, whatever sat beside it and wherever they were; every step is charged and taken once."""
+    streams, task = [], make_task()
+    found = compare(task=counted_task(streams), **settings_for(method)).evaluations
+    assert len({e.trial for e in found}) >= 10
+    for e in found:
+        problem = lh.problem.make_problem(task, lh.sgd(), *plan_of(e))
+        training = Training(problem, Counter())
+        while training.t < e.steps and training.failed is None:
+            training.advance()
+        if math.isfinite(e.val_loss):
+            assert e.val_loss == pytest.approx(judge(training).val_loss, rel=1e-3), e
+    assert [e.cost for e in found] == [e.counted for e in found]
+    assert sum(e.cost for e in found) <= 10 * STEPS
+    assert sum(len(stream.read) for stream in streams) == sum(e.cost for e in found)
+    assert all(e.seconds > 0 for e in found)
+    if method in ("hyperband", "bohb"):
+        assert len({e.steps for e in found}) == 3  # rungs
+        assert len({e.trial for e in found if e.steps == STEPS}) < len({e.trial for e in found})
+
+
+def plan_of(e):
+    hypers = {key: lh.Hyper(e.values[key], windows=len(e.values[key])) for key in HYPERS}
+    return hypers, STEPS, lh.tuning.run_seed(e.seed, e.trial, 0)
+
+
+def test_seats_do_not_wait_for_each_other(four, monkeypatch):
+    """Hyperband's trials get up at different steps, and others sit down at once."""
+    seen = []
+    step = rows.Lanes.step
+    monkeypatch.setattr(rows.Lanes, "step", lambda self, t: seen.append(list(t)) or step(self, t))
+    found = compare(**settings_for("hyperband")).evaluations
+    assert any(len(set(at)) > 2 for at in seen)
+    assert len(seen) < 0.6 * sum(e.cost for e in found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stopped_search_goes_on_exactly(tmp_path, method, four):
+    calm = compare(**settings_for(method)).evaluations
+    stops = 0
+    while True:
+        try:
+            found = compare(tmp_path / "r", watcher=Watcher(progress=Stops(7)), **settings_for(method))
+            break
+        except lh.Interrupted:
+            stops += 1
+    assert stops >= 3
+    assert without_clock(found.evaluations) == without_clock(calm)
+    left = {int(path.stem[6:]) for path in (tmp_path / "r").rglob("trial-*.pt")}
+    assert not left & {e.trial for e in calm if e.steps == STEPS}  # only of those that the budget cut short
+    assert not left or method in ("hyperband", "bohb")
+
+
+@pytest.mark.parametrize("lines", [1, 4, 7])
+@pytest.mark.parametrize("method", ["random", "bohb"])
+def test_a_killed_search_repeats_nothing_that_was_written_down(tmp_path, method, lines, four):
+    settings = settings_for(method)
+    killed_after(lines, tmp_path / "r", **settings)
+    before = Ledger(tmp_path / "r/journal.jsonl").all()
+    assert len(before) == lines
+    found = compare(tmp_path / "r", **settings).evaluations
+    assert without_clock(found[:lines]) == without_clock(before)
+    assert len({e.key for e in found}) == len(found)
+    assert sum(e.cost for e in found) <= 10 * STEPS
+
+
+@pytest.mark.parametrize("now", [1, 2, 8])
+def test_trials_go_on_where_there_is_room_for_fewer_or_more(tmp_path, monkeypatch, four, now):
+    calm = without_order(compare(**settings_for("random")).evaluations)
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(5)), **settings_for("random"))
+    assert len(list((tmp_path / "r").rglob("trial-*.pt"))) == 4
+    monkeypatch.setattr(rows, "width", lambda arena: now)
+    found = without_order(compare(tmp_path / "r", **settings_for("random")).evaluations)
+    assert [(e["trial"], e["steps"], e["cost"], e["values"]) for e in found] == [
+        (e["trial"], e["steps"], e["cost"], e["values"]) for e in calm
+    ]
+    assert [e["val_loss"] for e in found] == pytest.approx([e["val_loss"] for e in calm], rel=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_in_steps_is_not_overdrawn_and_can_grow(tmp_path, method, four):
+    few = compare(tmp_path / "r", **settings_for(method, budget="6 runs")).evaluations
+    assert sum(e.cost for e in few) <= 6 * STEPS
+    more = compare(tmp_path / "r", **settings_for(method, budget="9 runs")).evaluations
+    assert without_clock(more[: len(few)]) == without_clock(few)
+    assert len(more) > len(few)
+    assert sum(e.cost for e in more) <= 9 * STEPS
+
+
+def test_a_budget_in_seconds_ends_a_search_on_its_way(tmp_path, four, monkeypatch):
+    """Seconds that are spent and not written down yet count; what is at work then stays open."""
+    ticks = count()
+    monkeypatch.setattr("longhorizon.rivals.crew.time.perf_counter", lambda: next(ticks) * 1.0)
+    found = compare(tmp_path / "r", **settings_for("random", budget="100s")).evaluations
+    spent = sum(e.seconds for e in found)
+    again = compare(tmp_path / "r", **settings_for("random", budget="400s")).evaluations
+    assert len(again) > len(found)
+    assert sum(e.seconds for e in again) > spent
+
+
+def test_one_that_diverges_gets_up_at_once(four):
+    hypers = {"lr": lh.Hyper(0.1, step=1e38, low=-1e39, high=1e39)}
+    settings = {"steps": STEPS, "outer_steps": 1, "budget": "8 runs", "epoch": 2, "test": "none", "methods": ["random"]}
+    found = lh.compare(make_task(), lh.sgd(), hypers, **settings).evaluations
+    bad = [e for e in found if e.status.startswith("diverged: non-finite loss at step")]
+    assert bad
+    assert all(e.val_loss == math.inf and e.cost == e.counted < STEPS for e in bad)
+    assert len(found) > 8  # the steps that they left over were used
+
+
+def test_one_that_goes_bad_on_its_way_leaves_the_others_alone(four):
+    def bounded(model, batch):
+        size = sum(p.abs().sum() for p in model.parameters())
+        return loss(model, batch) + torch.where(size > 20, torch.inf, 0.0)
+
+    found = compare(task=make_task(loss=bounded), **settings_for("random")).evaluations
+    bad = [e for e in found if e.status.startswith("diverged")]
+    assert 0 < len(bad) < len(found)
+    assert all(e.cost == e.counted for e in found)
+
+
+def test_a_crash_is_written_down_and_the_others_go_on(four):
+    made = 0
+
+    def model():
+        nonlocal made
+        made += 1
+        if made in (4, 5):  # a trial that crashes is tried once more, alone
+            raise OSError("the disk went away")
+        return make_task().model()
+
+    found = compare(task=make_task(model=model), **settings_for("random", budget="4 runs")).evaluations
+    assert [e.status for e in found if e.status != "ok"] == ["crashed: OSError: the disk went away"]
+    assert len([e for e in found if e.status == "ok"]) == 4
+
+
+def test_on_the_cpu_trials_run_one_by_one(monkeypatch):
+    monkeypatch.setattr(blackbox, "Crew", None)
+    assert compare(**settings_for("bohb", budget="2 runs")).evaluations
