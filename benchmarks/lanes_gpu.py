@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=105, help="that are taken; the first five are not timed")
     parser.add_argument("--lanes", default="1,8,16,24", help="with commas between them")
     args = parser.parse_args()
+    if args.steps <= 5:
+        raise SystemExit(f"--steps {args.steps}: the first five are not timed; give more.")
     task, rows = make_task(args.device, args.batch), []
     for precision in ("float32", "bf16"):
         for lanes in map(int, args.lanes.split(",")):

@@ -168,7 +168,8 @@ def one(args: Any, name: str) -> None:
     count, clocked = (
         (2, 1) if args.smoke else (args.estimates or min(24, TASKS[name].estimates), CLOCKED[TASKS[name].data])
     )
-    work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE})
+    of = {} if rough == "float32" else {"precision": rough}
+    work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE} | of)
     kept = known(f"estimators-{name}", args, found["settings"]) if args.keep else None
     since = {k: kept["environment"][k] for k in ("date", "commit")} if kept else None  # when they were made
     made = {"estimates_from": kept.get("estimates_from", since)} if kept else {}

@@ -20,13 +20,14 @@ H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact
 that its meter doubts (docs/trust.md); `--engine smoothed` takes smoothed differences for all. `--gate wait` keeps those
 that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same. `--precision bf16`
 makes the plain training runs of smoothed differences, of searches and of tests in mixed precision (figure1_bf16.py).
-All can stand side by side in the figure. `--shared` notes that other work was on the device, and that seconds are too long. Hypergradient descent is run again and again, from zero and then from
-random points of the range; its first run, from zero, is Figure 4's rival (`--methods hd --budget "1 runs" --seeds
-0,1,2` is enough for that): it has no windows, so it is the same there. Learning rate, momentum and weight decay move
-after every step, by 0.2 times the one-step hypergradient, clipped at ±1; the value of every step (means of windows,
-beyond 1,000) is trained from scratch and tested, as FDS's schedules are. The searches are Optuna's, not HpBandSter's
-(docs/compare.md); Hyperband and BOHB judge first after 50/27 epochs, the shortest rung of at least one. A test has as
-many steps as a training run, on 5 % more images.
+All can stand side by side in the figure. `--shared` notes that other work was on the device, and that seconds are too
+long. Hypergradient descent is run again and again, from zero and then from random points of the range; its first run,
+from zero, is Figure 4's rival (`--methods hd --budget "1 runs" --seeds 0,1,2` is enough for that): it has no windows,
+so it is the same there. Learning rate, momentum and weight decay move after every step, by 0.2 times the one-step
+hypergradient, clipped at ±1; the value of every step (means of windows, beyond 1,000) is trained from scratch and
+tested, as FDS's schedules are. The searches are Optuna's, not HpBandSter's (docs/compare.md); Hyperband and BOHB judge
+first after 50/27 epochs, the shortest rung of at least one. A test has as many steps as a training run, on 5 % more
+images.
 """
 
 from typing import Any

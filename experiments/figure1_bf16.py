@@ -1,7 +1,7 @@
 """What bfloat16 does to a test of Figure 1: the same schedules and seeds, once in float32 and once in mixed precision.
 
 Shows: test accuracy of what entrants of figure1.py ended with, trained again side by side with `precision="bf16"`,
-    beside what was tested in float32. Tests in bfloat16 take less than half of the time; this is what they are worth.
+    beside what was tested in float32. Tests in bfloat16 take less time; this is what they are worth.
 Command: python experiments/figure1.py --data-root DATA --methods fds --engine forward      first, or what is kept
          python experiments/figure1_bf16.py --data-root DATA --labels fds-forward-clip10 --seeds 0
 Time:    in the result file; as many trainings of 50 epochs as each entrant's test has.
@@ -30,11 +30,13 @@ def main() -> None:
     cards = [card for card in found.cards if card["label"] in labels and card["seed"] in seeds]
     if not cards:
         known = sorted(f"{card['label']} (seed {card['seed']})" for card in found.cards)
-        raise SystemExit(f"--labels {args.labels} --seeds {args.seeds}: none is there; there is {', '.join(known)}.")
+        raise SystemExit(
+            f"--labels {args.labels} --seeds {args.seeds}: none is there; there is {', '.join(known) or 'nothing'}."
+        )
     if rough := [card["label"] for card in cards if card["precision"] != "float32"]:
-        raise SystemExit(f"--labels {rough[0]}: was not tested in float32.")
+        raise SystemExit(f"--labels {rough[0]}: was not tested in float32; name others, such as the default.")
     settings = one.settings | {"labels": labels, "seeds": seeds}
-    work = record.Work(args, "figure1_bf16", settings)
+    work = record.Work(args, "figure1_bf16", one.settings)
     traces, rows = lh.Traces(), []
     for card in cards:
         label, seed = card["label"], card["seed"]

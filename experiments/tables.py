@@ -35,6 +35,7 @@ FIGURE1 = {  # the start of a label -> what it is, and the paper's test accuracy
     "fds-forward": ("FDS, forward, as the paper", "89.4 ± 0.3 % in 3 h"),
     "fds-adjoint": ("FDS, adjoint", "– (forward: 89.4 ± 0.3 % in 3 h)"),
     "fds-hybrid": ("FDS, this library's default", "– (forward: 89.4 ± 0.3 % in 3 h)"),
+    "fds-smoothed": ("FDS, smoothed differences for all values", "– (forward: 89.4 ± 0.3 % in 3 h)"),
     "hd": ("hypergradient descent", "80.6 ± 1.0 %"),
     "bohb": ("BOHB", "89.1 ± 0.5 % in 55–60 h"),
     "hyperband": ("Hyperband", "84.1 ± 4.1 %"),
@@ -202,7 +203,10 @@ def _unfinished(found: dict[str, Any], cards: list[dict[str, Any]]) -> str:
     for one in found.get("waiting", []):
         if one["method"] == cards[0]["label"]:
             got = f"{100 * one['accuracy']:.1f} %" if "accuracy" in one else "diverged"
-            said.append(f"; seed {one['seed']} is not tested yet: {got} on its own validation images")
+            epochs = one["steps"] / found["settings"]["steps_per_epoch"]
+            said.append(
+                f"; seed {one['seed']} is not tested yet: {got} on its own validation images after {epochs:g} epochs"
+            )
     return "".join(said)
 
 

@@ -225,6 +225,8 @@ def main() -> None:
         help="of the plain training runs of the truth, on a GPU; estimates by derivatives are in float32",
     )
     args = parse(parser)
+    if args.precision != "float32" and args.task not in FOR_A_GPU:
+        raise SystemExit(f"--precision {args.precision}: is for --task {' or '.join(FOR_A_GPU)}, on a GPU.")
     for name in [args.task] if args.task else [name for name in TASKS if name not in FOR_A_GPU]:
         one(args, name)
 

@@ -1,5 +1,8 @@
 """Training runs side by side in bfloat16: what is put into their graph, on a CPU, by torch's own convolutions."""
 
+import dataclasses
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,12 +11,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import longhorizon as lh
-from longhorizon import compile, cuda, kernels, lane_kernels, lanes
+from longhorizon import compile, convolution, cuda, kernels, lane_kernels, lanes
 from longhorizon.problem import environment, make_problem
 from longhorizon.simplify import simplify
 
 HYPERS = {"lr": lh.Hyper(0.1), "momentum": lh.Hyper(0.5), "weight_decay": lh.Hyper(1e-3)}
 LANES, IMAGES = 3, 16
+WRN = [(3, 16, 32), (16, 16, 32), (16, 32, 16), (32, 32, 16), (32, 64, 8), (64, 64, 8)]  # sizes of WRN-16-1
 
 
 class Residual(nn.Module):
@@ -80,9 +84,8 @@ def test_every_convolution_is_put_and_every_sum_is_made_within_one():
 
 
 def test_the_step_is_as_near_as_eight_bits_are():
-    """Held to what torch's own mixed precision does to the same gradients."""
-    given = task()
-    flat, graph, tensors = traced(given)
+    """Where torch's own mixed precision is off by 2 % of the gradient."""
+    flat, graph, tensors = traced(task())
     with environment(), torch.no_grad():
         plain, half = flat(*tensors), graph(*tensors)
     moved = [(a - x, b - x) for a, b, x in zip(plain, half, tensors, strict=False) if a.shape == x.shape and a.ndim > 2]
@@ -101,32 +104,93 @@ def test_what_the_kernels_do_not_take_stays():
     torch.testing.assert_close(graph(*tensors), flat(*tensors))
 
 
+class Sums(nn.Module):
+    """Sums that a convolution must not make: with something of another shape or type."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(i, 16, 3, padding=1, bias=False) for i in (3, 16))
+        self.last = nn.Linear(16, 3)
+        self.register_buffer("image", torch.randn(1, 16, 16, 16))
+        self.register_buffer("whole", torch.arange(IMAGES * 16 * 256).reshape(IMAGES, 16, 16, 16) * 16777)
+        self.kind = kind
+
+    def forward(self, x):
+        h = self.a(x)
+        if self.kind == "one image":
+            h = 2 * h + self.b(self.image)
+        elif self.kind == "a mask":
+            mask = h > 0
+            h = torch.where(mask, self.b(F.relu(h)) + mask, h)
+        else:
+            h = 1e-9 * (self.b(F.relu(h)) + self.whole) + h
+        return self.last(h.mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", ["one image", "a mask", "whole numbers"])
+def test_sums_with_another_shape_or_type_are_left_alone(kind):
+    flat, graph, tensors = traced(task(lambda: Sums(kind)))
+    made, _ = used(graph)
+    assert made
+    assert all(node.args[2] is None for node in made)
+    for a, b in zip(flat(*tensors), graph(*tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("kind", range(len(kernels.KINDS)))
-@pytest.mark.parametrize(("channels", "outputs"), [(3, 16), (16, 16), (16, 32)])
-def test_plans_fit_the_kernels(channels, outputs, kind):
-    """Numbers that kernels_bf16.cu divides by, and the 32 bits in which it remembers what to read."""
+@pytest.mark.parametrize("most", [160 * 1024, 99 * 1024])
+def test_plans_fit_the_kernels(kind, most):
+    """Numbers that kernels_bf16.cu divides by, the bits in which it remembers what to read, and shared memory."""
     stride = kernels.KINDS[kind][2]
-    for side in (8, 16, 32 // stride):
-        for count in (5, 256):
-            size = lane_kernels.Size(8, count, channels, outputs, side, kind)
-            plans = [lane_kernels.convolve(size, False, False), lane_kernels.weigh(size)]
-            plans += [lane_kernels.convolve(size, True, True)] if channels >= 16 else []
-            for plan in plans:
-                m = dict(plan.macros)
-                lines, width = (m["ROWS"] - 1) * m["STRIDE"] + m["TAPS"], m["SIDE"] * m["STRIDE"] + m["TAPS"] - 1
-                assert m["SIDE"] % m["ROWS"] == 0
-                assert m["IMAGES"] == 1 or (m["ROWS"] == m["SIDE"] and count % m["IMAGES"] == 0)
-                assert m["IMAGES"] * lines * width * m["C"] / 8 / plan.threads <= 32
-                assert plan.threads % (m["C"] // 8) == 0
-                assert plan.threads <= 1024
-                tiles = m["IMAGES"] * m["ROWS"] * m["SIDE"] // 16
-                assert tiles % m["T"] == 0 if plan.name == "convolve" else m["O"] // 16 % m["T"] == 0
-                assert plan.parts * plan.per_part >= count // m["IMAGES"] * (m["SIDE"] // m["ROWS"])
+    for channels, outputs, side, count in product(
+        convolution.CHANNELS, convolution.OUTPUTS, convolution.SIDES, (5, 256)
+    ):
+        if side * stride > 32:
+            continue
+        size = lane_kernels.Size(8, count, channels, outputs, side, kind)
+        plans = [lane_kernels.convolve(size, False, False, most), lane_kernels.weigh(size, most)]
+        plans += [lane_kernels.convolve(size, True, True, most)] if channels >= 16 else []
+        if (channels, outputs, side) in WRN:
+            assert all(4 * plan.floats <= most for plan in plans), size  # others may be too large, and are not taken
+        for plan in plans:
+            m = dict(plan.macros)
+            lines, width = (m["ROWS"] - 1) * m["STRIDE"] + m["TAPS"], m["SIDE"] * m["STRIDE"] + m["TAPS"] - 1
+            assert m["SIDE"] % m["ROWS"] == 0
+            assert m["IMAGES"] == 1 or (m["ROWS"] == m["SIDE"] and count % m["IMAGES"] == 0)
+            assert m["IMAGES"] * lines * width * m["C"] / 8 / plan.threads <= 32, plan
+            assert plan.threads % (m["C"] // 8) == 0
+            assert 32 <= plan.threads <= 1024
+            tiles = m["IMAGES"] * m["ROWS"] * m["SIDE"] // 16
+            assert tiles % m["T"] == 0 if plan.name == "convolve" else m["O"] // 16 % m["T"] == 0
+            assert plan.parts * plan.per_part >= count // m["IMAGES"] * (m["SIDE"] // m["ROWS"])
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "zero", "turned"])
+def test_a_wrong_gradient_is_found_in_spite_of_the_rounding(wrong):
+    """The comparison of a traced step with the plain one, with what eight bits leave of a gradient."""
+    flat, graph, tensors = traced(task())
+    plain, half = flat(*tensors), graph(*tensors)
+    places = [i for i, x in enumerate(plain[: len(tensors)]) if x.shape == (LANES, 16, 16, 3, 3)]
+    assert len(places) == 2  # a weight, and its memory
+    start = tensors[places[0]]
+    for i in places if wrong != "nothing" else []:
+        before = start if i == places[0] else torch.zeros_like(start)
+        half[i] = before if wrong == "zero" else 2 * before - half[i]
+    with cuda.half():
+        differs = compile.difference(plain, half)
+    assert (differs is None) == (wrong == "nothing")
 
 
 def test_on_a_cpu_nothing_changes():
+    def flat():
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 256, 3))
+
+    short, steps = task(flat), 30
+    given = dataclasses.replace(short, train=lambda seed: short.train(seed) * 15)
+    with environment():
+        assert lanes.at_once(make_problem(given, lh.sgd(), HYPERS, steps, 0), 8) > 1
     found = [
-        lh.hypergradient(task(), lh.sgd(), HYPERS, steps=2, engine=lh.Factorial(pairs=4), precision=precision)
+        lh.hypergradient(given, lh.sgd(), HYPERS, steps=steps, engine=lh.Factorial(pairs=4), precision=precision)
         for precision in ("float32", "bf16")
     ]
     assert torch.equal(found[0].grad["lr"], found[1].grad["lr"])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import longhorizon as lh
-from longhorizon import lanes, retraining, tree
+from longhorizon import data, lanes, retraining, tree
 from longhorizon.engines import factorial
 from longhorizon.problem import environment, make_problem
 from problems import Block, Case, classify, mlp, problem, task_of, through_a_file, whole
@@ -18,9 +18,9 @@ HYPERS = {"lr": lh.Hyper([0.1, 0.3], windows=2, step=0.05), "momentum": lh.Hyper
 STEPS = 12
 
 
-def runs(case: Case, seeds=(0, 1, 2), values=None):
+def runs(case: Case, seeds=(0, 1, 2), values=None, steps=STEPS):
     traces = lh.Traces()
-    return [make_problem(case.task, lh.sgd(), HYPERS, STEPS, seed, values, traces) for seed in seeds]
+    return [make_problem(case.task, lh.sgd(), HYPERS, steps, seed, values, traces) for seed in seeds]
 
 
 class Counting(nn.Module):
@@ -127,6 +127,62 @@ def test_a_lane_that_diverges_leaves_the_others_alone():
         first, lost, last = together.validation_losses(STEPS)
         assert not lost.isfinite()
         torch.testing.assert_close([first, last], alone.validation_losses(STEPS))
+
+
+class Brighter(data.Stream):
+    """What a user may make of our stream."""
+
+    def __getitem__(self, step):
+        images, labels = super().__getitem__(step)
+        return images + 1, labels
+
+
+class Listed(list):
+    """A user's sequence that happens to have a method of that name."""
+
+    def _joined(self, other):
+        raise AssertionError
+
+    joined = _joined
+
+
+@pytest.mark.parametrize("kind", ["stream", "changed", "listed", "shared"])
+def test_whatever_makes_the_batches_runs_side_by_side_get_their_own(kind):
+    images = data.to_device(torch.randint(256, (50, 1, 4, 4), dtype=torch.uint8), torch.arange(50) % 3, (0.5,), (0.2,))
+
+    def train(seed):
+        stream = (Brighter if kind == "changed" else data.Stream)(images, 8, 0 if kind == "shared" else seed)
+        return Listed(stream[t] for t in range(STEPS)) if kind == "listed" else stream
+
+    task = lh.Task(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)),
+        lambda model, b: F.cross_entropy(model(b[0]), b[1]),
+        train,
+        lambda seed: [images.batch(torch.arange(10))],
+    )
+    with environment():
+        traces = lh.Traces()
+        made = [make_problem(task, lh.sgd(), HYPERS, STEPS, seed, traces=traces) for seed in (0, 1, 0)]
+        made[2] = dataclasses.replace(made[0], values={**made[0].values, "momentum": made[0].values["momentum"] / 2})
+        together = lanes.Lanes(made)
+        steps = [together.step(t) for t in range(3)] + [together.step([3, 3, 1])]
+        for i, one in enumerate(made):
+            state = one.start
+            for t, losses in zip([0, 1, 2, 3 if i < 2 else 1], steps, strict=True):
+                state, loss = one.train_step(state, t)
+                torch.testing.assert_close(losses[i], loss)
+
+
+def test_a_run_of_another_length_does_not_fit_beside_others():
+    with environment():
+        row = lanes.Lanes(runs(problem("mlp")))
+        (other,) = runs(problem("mlp"), seeds=[5], steps=STEPS + 1)
+        with pytest.raises(ValueError, match=f"a run of {STEPS + 1} steps beside runs of {STEPS}"):
+            row.put(0, other, other.start)
+
+
+def test_wide_rows_are_narrow_where_there_is_no_room():
+    assert lanes._share(100, 9, "cuda", wide=True) == lanes._share(100, 9, "cuda")
 
 
 def hypergradient(monkeypatch, at_once):

@@ -57,3 +57,22 @@ def test_a_constant_is_the_number_itself_without_a_derivative(value):
     assert float(tangent) == 0
     assert abs(float(found - x)) <= 2.0**-40
     assert float(torch.func.grad(lambda x: _constant(x) ** 2)(x)) == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shifted_by_one_image_it_is_the_same_function(shape):
+    x, weight, bias = (t.requires_grad_() for t in draw(shape))
+    rough, exact = (normalise(x, weight, bias, 1e-5, rough=r)[0] for r in (True, False))
+    torch.testing.assert_close(rough, exact)
+    out = torch.randn_like(exact)
+    found, expected = (torch.autograd.grad((y * out).sum(), (x, weight, bias)) for y in (rough, exact))
+    torch.testing.assert_close(found, expected)
+
+
+def test_shifted_by_one_image_a_constant_channel_is_finite():
+    x = torch.full((8, 2, 4, 4), 20.3)
+    x[:, 1] = x[:, 1] * (1 + 1e-3 * torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(0)))
+    found, _, var = normalise(x, None, None, 1e-5, rough=True)
+    assert found.isfinite().all()
+    assert (var >= 0).all()
+    torch.testing.assert_close(found, normalise(x, None, None, 1e-5)[0], rtol=1e-3, atol=1e-3)

@@ -440,8 +440,8 @@ def test_batches_of_several_streams_are_made_in_one_go():
     on_device, _ = resident(pad=4)
     streams = [data.Stream(on_device, 8, seed, torch.arange(40), data.Augment()) for seed in (3, 4, 3)]
     for steps in ([0, 0, 0], [7, 2, 0]):
-        images, labels = data.Stream.joined(streams, steps)
+        images, labels = data.Stream._joined(streams, steps)
         for i, (stream, step) in enumerate(zip(streams, steps, strict=True)):
             assert torch.equal(images[i], stream[step][0])
             assert torch.equal(labels[i], stream[step][1])
-    assert data.Stream.joined([streams[0], data.Stream(on_device, 9, 3)], [0, 0]) is None
+    assert data.Stream._joined([streams[0], data.Stream(on_device, 9, 3)], [0, 0]) is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import longhorizon as lh
+from longhorizon import data
 from longhorizon.truth import Truth, score, truth
 from problems import problem
 
@@ -27,6 +28,14 @@ def test_it_is_the_difference_of_whole_runs():
     assert found.differences["lr"].shape == (3, 3)
     assert found.mean["momentum"] == pytest.approx(found.differences["momentum"].mean(0))
     assert found.error["momentum"].item() == pytest.approx(found.differences["momentum"].std().item() / 3**0.5)
+
+
+def test_a_measurement_does_not_go_on_in_another_precision(tmp_path):
+    given = {"seeds": 2, "path": tmp_path / "truth.json", **SETTING}
+    task = data.image_task("digits", "mlp-16", batch_size=32, val_fraction=0.2, device="cpu")
+    truth(task, lh.sgd(), HYPERS, **given)
+    with pytest.raises(ValueError, match="truth.json"):
+        truth(task, lh.sgd(), HYPERS, precision="bf16", **given)
 
 
 def test_chosen_values_cost_nothing_else():

@@ -209,6 +209,16 @@ def test_only_what_made_a_run_explode_goes_back():
     assert second.outer["sign"]["lr"].tolist() == [-1.0, -1.0]  # to go there again is to turn round again
 
 
+def test_explosions_in_a_row_lead_back_to_where_it_went_well_and_no_further():
+    """γ grows while a sign stays: twice back by it would be beyond the last good value."""
+    there, back = {"lr": [-1.0, -1.0], "momentum": [0.0], "weight_decay": [0.0]}, {"lr": [0.0, 1.0]}
+    back |= {"momentum": [0.0], "weight_decay": [0.0]}
+    engine = Told((1.0, there, SURE), *[(1e6, back, SURE)] * 3)
+    history = tune(engine=engine, outer_steps=4, outer=lh.SignDescent(growth=1.5)).history
+    # There it has nothing to be blamed for any more, and all go half a step back.
+    assert [r.next["lr"].tolist() for r in history] == [[0.1, 0.1], [0.1, 0.05], [0.1, 0.0], [0.05, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("slopes", "error", "outer"),
     [

@@ -77,12 +77,12 @@ class Batches:
 def joined(streams: Sequence[Batches], steps: Sequence[int]) -> Any:
     """The batches of several runs, each at its step, stacked, where their sources can make them in one go; or None.
 
-    Such a source has `joined(sources, steps)`, all its batches have one shape, and what is random about them comes from
-    a seed of its own.
+    The class of such a source has a static `_joined(sources, steps)` itself, not from a class that it changes. All its
+    batches have one shape, and what is random about them comes from a seed of its own.
     """
     sources = [stream._source for stream in streams]
-    make = getattr(type(sources[0]), "joined", None)
-    if make is None or any(type(source) is not type(sources[0]) for source in sources):
+    make = vars(type(sources[0])).get("_joined")
+    if not isinstance(make, staticmethod) or any(type(source) is not type(sources[0]) for source in sources):
         return None
     return make(sources, steps)
 

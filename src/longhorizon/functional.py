@@ -198,7 +198,7 @@ def _batch_norm(m: Any, x: Tensor) -> Tensor:
     count = x.numel() // x.shape[1]
     if count < 2:
         raise ValueError(f"BatchNorm needs more than one value per channel to train on, got {tuple(x.shape)}.")
-    normed, mean, var = normalise(x, m.weight, m.bias, m.eps, m.running_mean if cuda.is_half() else None)
+    normed, mean, var = normalise(x, m.weight, m.bias, m.eps, rough=cuda.is_half())
     if m.training and m.running_mean is not None:
         _track(m, mean, var * (count / (count - 1)))
     return normed

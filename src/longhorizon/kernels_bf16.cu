@@ -84,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(256) pack(const float *weights, u32
 // thread reads and writes is the same for every strip, but for the lines above the first and below the last one.
 template <int SOURCE> struct Loader {
     static constexpr int chunks = C / 8, all = IMAGES * LINES * WIDTH * chunks, turns = (all + THREADS - 1) / THREADS;
+    static_assert(turns <= 32, "a bit for every turn");
     int from[turns];
     u32 there, above, below;  // a bit for every turn
 
@@ -274,6 +275,8 @@ convolve(const char *images, const u32 *packed, const char *other, char *result,
 #define IMAGE_BYTES (IMAGES * LINES * WIDTH * PITCH(C))
 #define GRAD_BYTES (IMAGES * ROWS * SIDE * PITCH(O))
 
+#ifdef WEIGH
+
 __device__ __forceinline__ void load_both(const Loader<LARGE> &load, u32 tile, const char *images, const char *grads,
                                           long long place, int strip) {
     load(tile, images + place * (LARGE * LARGE * C * 2), strip);
@@ -359,7 +362,10 @@ weigh(const char *images, const char *grads, float *result, int lanes, int count
         for (int i = threadIdx.x; i < O * C * TAPS * TAPS; i += blockDim.x) to[i] = gathered[i];
 }
 
+#endif
+
 // result[lane][out][in][tap], as torch has it, from parts [part][lane][tap][out][in]
+#ifdef ADD_UP
 extern "C" __global__ void __launch_bounds__(256) add_up(const float *given, float *result, int lanes, int parts) {
     const int i = blockIdx.x * 256 + threadIdx.x, size = O * C * TAPS * TAPS;
     if (i >= lanes * size) return;
@@ -369,6 +375,7 @@ extern "C" __global__ void __launch_bounds__(256) add_up(const float *given, flo
     for (int part = 0; part < parts; part++) sum += given[(long long)part * lanes * size + i];
     if (c < REAL) result[((lane_of * O + o) * REAL + c) * (TAPS * TAPS) + tap] = sum;
 }
+#endif
 
 #endif
 

@@ -130,7 +130,9 @@ def _add_within(graph: fx.GraphModule, node: fx.Node, op: Any, halves: _Halves) 
     first, second = arguments[:2]
     for mine, other in ((second, first), (first, second)):
         half = _source(mine, op)
-        if half is None or half.args[2] is not None or shape_of(other) != shape_of(node) or mine is other:
+        if half is None or half.args[2] is not None or mine is other:
+            continue
+        if not shape_of(mine) == shape_of(other) == shape_of(node) or value_of(other).dtype != torch.float32:
             continue
         added = halves.of(other)
         images, weights, _, *how = half.args
@@ -179,5 +181,8 @@ def _suits(kind: int, small: Any, large: Any, weight: Any, lanes: int) -> bool:
         and [side * stride for side in sides] == list(shape_of(large)[2:])
         and channels in convolution.CHANNELS
         and outputs in convolution.OUTPUTS
-        and lane_kernels.fits(lane_kernels.Size(lanes, batch, channels, outputs, sides[0], kind))
+        and (value_of(small).device.type != "cuda" or convolution.available())
+        and lane_kernels.fits(
+            lane_kernels.Size(lanes, batch, channels, outputs, sides[0], kind), value_of(small).device
+        )
     )

@@ -22,6 +22,7 @@ from longhorizon import kernels
 from longhorizon.kernels import KINDS, Plan
 
 SOURCE = "kernels_bf16.cu"
+_TURNS = 32  # in which a program loads a strip, at most: it has a bit for each
 _PROCESSORS = 132  # of an H200; on another device programs wait for each other, or some have nothing to do
 ROOM = 220 * 1024  # bytes of shared memory of a multiprocessor
 MOST = 160 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB
@@ -81,32 +82,44 @@ class Size:
         return max(8, self.channels)
 
 
-def convolve(s: Size, turned: bool, added: bool, rows: int = 0, images: int = 0, each: int = 0, many: int = 0) -> Plan:
+def convolve(s: Size, turned: bool, added: bool, most: int = MOST, chosen: tuple[int, ...] | None = None) -> Plan:
     """The convolution, or (turned) the gradient of its image.
 
     Args:
-        rows, images: of a strip; chosen by the size without them, as are the others.
-        each: tiles of 16 pixels that a warp makes at once.
-        many: programs for each multiprocessor.
+        most: bytes of shared memory that a program may have.
+        chosen: rows and images of a strip, tiles of 16 pixels that a warp makes at once, and programs for each
+            multiprocessor; those that were the fastest, or a guess, without it.
     """
     taps, _, stride = KINDS[s.kind]
     summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
     side, step, up = (s.side * stride, 1, stride == 2) if turned else (s.side, stride, False)
-    if not rows:
-        chosen = _CHOSEN.get(("turned" if turned else "conv", s.channels, s.outputs, s.side, s.kind))
-        if chosen and s.count % chosen[1] == 0:
-            rows, images, each, many = chosen
-    rows = rows or (side if side == 16 and step == 1 and summed <= 32 else 8)
-    images = images or (2 if side == 8 and step == 1 and s.count % 2 == 0 else 1)
-    across = made // 8 // _group(made)
-    tiles = images * rows * side // 16
-    each = each or (4 if tiles // 4 * across >= 4 else 2)
-    width = side * step + (taps == 3) * 2
-    strip = images * ((rows - 1) * step + taps) * width * _pitch(summed)
-    threads = 32 * across * (tiles // each)
+    known = chosen or _CHOSEN.get(("turned" if turned else "conv", s.channels, s.outputs, s.side, s.kind))
+    across, width = made // 8 // _group(made), side * step + (taps == 3) * 2
+
+    def strip_of(rows: int, images: int) -> int:
+        return images * ((rows - 1) * step + taps) * width * _pitch(summed)
+
+    if known is not None and (s.count % known[1] or 2 * strip_of(*known[:2]) > most):
+        known = None
+    if known is None:
+        whole = side if side == 16 and step == 1 and summed <= 32 else 8
+        pair = 2 if side == 8 and step == 1 and s.count % 2 == 0 else 1
+        forms = [(whole, pair), (8, 1), (4, 1)]
+        rows, images = next((form for form in forms if 2 * strip_of(*form) <= most), forms[-1])
+        tiles, chunks = images * rows * side // 16, strip_of(rows, images) // _pitch(summed) * summed // 8
+        # As many tiles for a warp as leave work for four warps, and threads enough to remember what each loads.
+        each = next(
+            e
+            for e in (4, 2, 1)
+            if e == 1 or (tiles % e == 0 and tiles // e * across >= 4 and chunks <= _TURNS * 32 * across * (tiles // e))
+        )
+        many = max(1, min(ROOM // (2 * strip_of(rows, images)), 640 // (32 * across * (tiles // each))))
+    else:
+        rows, images, each, many = known
+    strip, threads = strip_of(rows, images), 32 * across * (images * rows * side // 16 // each)
     units = s.count // images * (side // rows)
-    per_part = _shared_out(units, s.lanes, many or max(1, min(ROOM // (2 * strip), 640 // threads)))
-    macros = {**_form(taps, step, rows, images), "C": summed, "O": made, "REAL": summed, "SIDE": side, "UP": int(up)}
+    per_part = _shared_out(units, s.lanes, many)
+    macros = {**_form(taps, step, rows, images), "C": summed, "O": made, "SIDE": side, "UP": int(up)}
     macros |= {"T": each, "G": _group(made), "ADDED": int(added)}
     parts = -(-units // per_part)
     return Plan(
@@ -124,50 +137,54 @@ def pack(s: Size, turned: bool) -> tuple[Plan, int]:
     return Plan("pack", tuple(macros.items()), (-(-words // 256), 1, 1), 256, 0, source=SOURCE), words
 
 
-def weigh(s: Size, rows: int = 0, images: int = 0, tiles: int = 0, shares: int = 0, many: int = 0) -> Plan:
+def weigh(s: Size, most: int = MOST, chosen: tuple[int, ...] | None = None) -> Plan:
     """The gradient of the weights: strips are dealt out to programs, whose sums are left to be added.
 
     Args:
-        rows, images, many: as for `convolve`.
-        tiles: of 16 outputs that a warp makes at once.
-        shares: warps that divide the pixels of a strip among them.
+        most: as for `convolve`.
+        chosen: rows and images of a strip, tiles of 16 outputs that a warp makes at once, warps that divide the pixels
+            of a strip among them, and programs for each multiprocessor.
     """
     taps, _, stride = KINDS[s.kind]
-    if not rows:
-        chosen = _CHOSEN.get(("weigh", s.channels, s.outputs, s.side, s.kind))
-        if chosen and s.count % chosen[1] == 0:
-            rows, images, tiles, shares, many = chosen
-    rows = rows or 8
-    images = images or (2 if s.side == 8 and stride == 1 and s.count % 2 == 0 else 1)
-    tiles, across = tiles or min(2, s.outputs // 16), min(2, s.padded // 8)
+    across, width = min(2, s.padded // 8), s.side * stride + (taps == 3) * 2
+    known = chosen or _CHOSEN.get(("weigh", s.channels, s.outputs, s.side, s.kind))
+
+    def size_of(rows: int, images: int, shares: int) -> int:
+        strip = images * ((rows - 1) * stride + taps) * width * _pitch(s.padded)
+        strip += images * rows * s.side * _pitch(s.outputs)
+        return max(2 * strip, s.outputs * s.padded * taps**2 * 4 if shares > 1 else 0)
+
+    if known is not None and (s.count % known[1] or size_of(known[0], known[1], known[3]) > most):
+        known = None
+    if known is None:
+        tiles = min(2, s.outputs // 16)
+        warps = (s.outputs // 16 // tiles) * (s.padded // 8 // across)
+        shares = max(1, 4 // warps)
+        forms = [(8, 2 if s.side == 8 and stride == 1 and s.count % 2 == 0 else 1), (8, 1), (4, 1)]
+        rows, images = next((form for form in forms if size_of(*form, shares) <= most), forms[-1])
+        many = max(1, min(ROOM // size_of(rows, images, shares), 16 // (warps * shares)))
+    else:
+        rows, images, tiles, shares, many = known
     warps = (s.outputs // 16 // tiles) * (s.padded // 8 // across)
-    shares = shares or max(1, 4 // warps)
-    width = s.side * stride + (taps == 3) * 2
     units = s.count // images * (s.side // rows)
-    strip = images * ((rows - 1) * stride + taps) * width * _pitch(s.padded) + images * rows * s.side * _pitch(
-        s.outputs
-    )
-    per_part = _shared_out(units, s.lanes, many or max(1, min(ROOM // (2 * strip), 16 // (warps * shares))))
+    per_part = _shared_out(units, s.lanes, many)
     macros = {**_form(taps, stride, rows, images), "C": s.padded, "O": s.outputs, "REAL": s.channels, "SIDE": s.side}
     macros |= {"UP": 0, "T": tiles, "G": across, "SHARES": shares}
-    gathered = s.outputs * s.padded * taps**2 * 4 if shares > 1 else 0
     parts = -(-units // per_part)
-    size = max(2 * strip, gathered) // 4
     return Plan(
         "weigh",
         tuple(macros.items()),
         (parts, s.lanes, 1),
         32 * warps * shares,
-        size,
+        size_of(rows, images, shares) // 4,
         parts,
         per_part,
         source=SOURCE,
     )
 
 
-def add_up(s: Size) -> Plan:
+def add_up(s: Size, plan: Plan) -> Plan:
     """What `weigh` has left to be added."""
-    plan = weigh(s)
     words = s.lanes * s.outputs * s.padded * KINDS[s.kind][0] ** 2
     return Plan("add_up", plan.macros, (-(-words // 256), 1, 1), 256, 0, source=SOURCE)
 
@@ -177,10 +194,21 @@ def _shared_out(units: int, lanes: int, many: int) -> int:
     return -(-units // max(1, min(units, _PROCESSORS * many // lanes)))
 
 
-def fits(s: Size) -> bool:
-    """Whether the strips of all kernels of a size fit into shared memory."""
-    plans = [convolve(s, False, False), weigh(s), *([convolve(s, True, False)] if s.channels >= 16 else [])]
-    return all(4 * plan.floats <= MOST for plan in plans)
+def fits(s: Size, device: torch.device) -> bool:
+    """Whether the strips of all kernels of a size fit into a device's shared memory."""
+    most = _most(device)
+    plans = [convolve(s, False, False, most), weigh(s, most)]
+    plans += [convolve(s, True, False, most)] if s.channels >= 16 else []
+    return all(4 * plan.floats <= most for plan in plans)
+
+
+@cache
+def _most(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; an A100's, where there is no such device."""
+    if device.type != "cuda":
+        return MOST
+    most: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    return min(most, MOST)
 
 
 def _form(taps: int, stride: int, rows: int, images: int) -> dict[str, int]:
@@ -224,12 +252,13 @@ def prepare(nodes: Iterable[fx.Node]) -> None:
         given: Any = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
         if node.target is gradient:
             size = _size_of_gradient(*given)
-            kernels.prepare(weigh(size), given[0].device)
-            kernels.prepare(add_up(size), given[0].device)
+            plan = weigh(size, _most(given[0].device))
+            kernels.prepare(plan, given[0].device)
+            kernels.prepare(add_up(size, plan), given[0].device)
         else:
             size = _size_of_convolution(*given[:2], *given[3:])
             kernels.prepare(pack(size, given[4])[0], given[0].device)
-            kernels.prepare(convolve(size, given[4], given[2] is not None), given[0].device)
+            kernels.prepare(convolve(size, given[4], given[2] is not None, _most(given[0].device)), given[0].device)
 
 
 def _size_of_convolution(images: Tensor, weights: Tensor, kind: int, turned: bool) -> Size:
@@ -252,7 +281,7 @@ def _convolved(images: Tensor, weights: Tensor, other: Tensor | None, kind: int,
     packed = torch.empty(words, dtype=torch.int32, device=images.device)
     kernels.run(plan, (weights,), [packed, words])
     result = _shape_of_convolution(images, weights, other, kind, turned)
-    plan = convolve(size, turned, other is not None)
+    plan = convolve(size, turned, other is not None, _most(images.device))
     kernels.run(plan, (images, packed, other), [result, size.count, plan.per_part])
     return result
 
@@ -268,6 +297,7 @@ def _convolved_plainly(images: Tensor, weights: Tensor, other: Tensor | None, ki
             made = F.conv2d(image[:, : weight.shape[1]], weight, padding=padding, stride=stride)
         found.append(made.movedim(-3, -1))
     result = torch.stack(found)
+    assert other is None or other.shape == result.shape  # the kernel does not spread it
     return (result if other is None else result + other.float()).to(images.dtype).contiguous()
 
 
@@ -295,8 +325,8 @@ def _weighed(images: Tensor, grads: Tensor, kind: int, channels: int) -> Tensor:
         ]
         return torch.stack(found)
     size = _size_of_gradient(images, grads, kind, channels)
-    plan = weigh(size)
+    plan = weigh(size, _most(images.device))
     parts = result.new_empty(plan.parts, size.lanes, *KINDS[kind][:1] * 2, size.outputs, size.padded)
     kernels.run(plan, (images, grads), [parts, size.lanes, size.count, plan.per_part])
-    kernels.run(add_up(size), (parts,), [result, size.lanes, plan.parts])
+    kernels.run(add_up(size, plan), (parts,), [result, size.lanes, plan.parts])
     return result

@@ -21,7 +21,7 @@ from longhorizon.problem import Problem
 
 MOST = 32  # runs at once
 COMPILED = range(8, 13)  # runs at once on a GPU: more gain nothing, and every number of them is a compilation
-WIDE = range(16, 25)  # in bfloat16, of many: a fifth less per run than 8 at once
+WIDE = range(16, 25)  # in bfloat16, where there are many: what is done once for all of them counts for more there
 ROOM = 2**24  # parameters of all of them
 
 
@@ -45,6 +45,7 @@ class Lanes:
         on_cpu = first.device.type == "cpu"
         self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
         self._half = not on_cpu and cuda.current_precision() == "bf16"
+        self._order: tuple[tuple[int, ...], Tensor] = (), torch.empty(0)
         self._chosen: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._form = _form(first.batch(0))  # the shape that is traced; batches of others are rare, or all differ
 
@@ -54,7 +55,7 @@ class Lanes:
         at += at[-1:] * (len(self._all) - len(at))
         if any(p.inner is not first.inner for p in self.problems):
             return self._one_by_one(at)
-        batch, forms = joined([p.batches for p in self._all], at), {self._form}
+        batch, forms = self._joined(at), {self._form}
         if batch is None:
             batches = self._batches(at)
             forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
@@ -72,12 +73,13 @@ class Lanes:
 
     def put(self, i: int, problem: Problem, state: State) -> None:
         """Another run in a lane, where it begins or goes on."""
+        if problem.steps != self.problems[0].steps:
+            raise ValueError(
+                f"a run of {problem.steps} steps beside runs of {self.problems[0].steps}: make it as long."
+            )
         self.problems[i] = self._all[i] = problem
-        for key, values in self._values.items():
-            values[i] = problem.on_device[key]
-        for whole, own in zip(pytree.tree_leaves(self.state), pytree.tree_leaves(state), strict=True):
-            if isinstance(whole, Tensor):
-                whole[i] = own
+        self._values = {key: _with(values, i, problem.on_device[key]) for key, values in self._values.items()}
+        self.state = tree.map(lambda x, own: _with(x, i, own) if isinstance(x, Tensor) else x, self.state, state)
         self._chosen.clear()
 
     def _hyper(self, key: str, values: Tensor, at: Sequence[int]) -> Tensor:
@@ -103,6 +105,18 @@ class Lanes:
         """The state of one run."""
         state: State = tree.map(lambda x: x[i] if isinstance(x, Tensor) else x, self.state)
         return state
+
+    def _joined(self, at: Sequence[int]) -> Any:
+        """All batches, stacked, if their sources can make them in one go; those that are equal are made once."""
+        keys = [(id(p.batches), t) for p, t in zip(self._all, at, strict=True)]
+        distinct = {key: (p.batches, t) for key, p, t in zip(keys, self._all, at, strict=True)}
+        batch = joined(*zip(*distinct.values(), strict=True))
+        if batch is None or len(distinct) == len(keys):
+            return batch
+        order = tuple(list(distinct).index(key) for key in keys)
+        if self._order[0] != order:  # which stays, mostly
+            self._order = order, torch.tensor(order, device=self.problems[0].device)
+        return tree.map(lambda x: x[self._order[1]], batch)
 
     def _batches(self, at: Sequence[int]) -> list[Any]:
         """Runs that share their data share the work of making a batch."""
@@ -165,6 +179,7 @@ def _share(runs: int, most: int, device: str, wide: bool = False) -> int:
     >>> [_share(runs, 32, "cpu") for runs in (3, 16, 24, 40)]
     [3, 16, 24, 20]
     """
+    wide = wide and most >= WIDE[0]
     sizes = [size for size in (WIDE if wide else COMPILED) if size <= most]
     if device == "cuda" and sizes and runs > sizes[-1]:
         return min(sizes, key=lambda size: (-runs % size, -size if wide else size))
@@ -203,6 +218,13 @@ def batched(problem: Problem) -> Callable[..., Any]:
         )
 
     return together
+
+
+def _with(whole: Tensor, i: int, own: Tensor) -> Tensor:
+    """A copy with another row."""
+    whole = whole.clone()
+    whole[i] = own
+    return whole
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

@@ -217,6 +217,15 @@ def halfway(good: Values, bad: Values, hypers: Mapping[str, Hyper]) -> Values:
     }
 
 
+def between(values: Values, one: Values, other: Values) -> Values:
+    """Values put back between two others.
+
+    >>> between({"lr": torch.tensor([-0.1, 0.2])}, {"lr": torch.tensor([0.3, 0.1])}, {"lr": torch.tensor([0.0, 0.4])})
+    {'lr': tensor([0.0000, 0.2000])}
+    """
+    return {key: v.clamp(one[key].minimum(other[key]), one[key].maximum(other[key])) for key, v in values.items()}
+
+
 def search_range(hypers: Mapping[str, Hyper], outer_steps: int) -> dict[str, tuple[float, float]]:
     """How far `SignDescent` can get from the starts in a number of outer steps.
 

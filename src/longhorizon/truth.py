@@ -98,6 +98,8 @@ def truth(
         key: (hyper.values() if values is None or key not in values else torch.as_tensor(values[key])).tolist()
         for key, hyper in hypers.items()
     }
+    if precision != "float32":  # older files have none
+        setting["precision"] = precision
     file = _File(path, setting)
     traces = Traces()
     with environment(precision):

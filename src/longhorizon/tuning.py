@@ -19,7 +19,7 @@ from longhorizon.engines.choose import trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
-from longhorizon.outer import Outer, SignDescent, Values, as_outer, halfway, search_range
+from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
 from longhorizon.problem import Problem, check_parts, environment, make_problem
 from longhorizon.result import Hypergradient
@@ -193,9 +193,9 @@ class Tuning:
                 self.outer_state = _shrunk(self.outer_state, held, self.outer)
         elif exploded and (guilty := self._guilty(grad, error)):
             innocent = {key: [w for w in range(len(m)) if w not in guilty.get(key, ())] for key, m in mean.items()}
-            self.values, self.outer_state = self.outer.update(
-                at, _without(mean, innocent), self.outer_state, self.hypers
-            )
+            moved, self.outer_state = self.outer.update(at, _without(mean, innocent), self.outer_state, self.hypers)
+            assert self.good is not None
+            self.values = between(moved, at, self.good[1])  # γ may have grown: no further back than where it went well
             exploded = f"{exploded}; {_named(guilty, self.hypers)} goes back"
             bad = [exploded] * len(finished)
         else:
@@ -236,7 +236,7 @@ class Tuning:
         return record
 
     def _exploded(self, val_loss: float) -> str:
-        """What is wrong with a run that ends far worse than it began: its hypergradient says nothing; "" if it is fine.
+        """What is wrong with a run that ends far worse than it began: its derivative says nothing; "" if it is fine.
 
         Far worse than the last good run too, because the validation loss may have other units than the training loss.
         """

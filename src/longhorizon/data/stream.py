@@ -129,7 +129,7 @@ class Stream:
         return self._made(*self._chosen(step))
 
     @staticmethod
-    def joined(streams: Sequence["Stream"], steps: Sequence[int]) -> Batch | None:
+    def _joined(streams: Sequence["Stream"], steps: Sequence[int]) -> Batch | None:
         """The batches of several streams, each at its step, stacked; None if they differ in more than their images."""
         first = streams[0]
         if any(s._kind() != first._kind() for s in streams):

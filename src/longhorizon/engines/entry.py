@@ -44,8 +44,8 @@ def hypergradient(
         values: where to evaluate, per key, instead of at the starts.
         per_step: also return the hypergradient of every single step (adjoint and greedy engines).
         precision: of products: "float32", or "tf32", on a GPU faster and rougher; "bf16" for float32 derivatives and
-            plain training runs (`Factorial`, and where `Hybrid` doubts) in mixed precision, where lanes.py has kernels
-            for it on a GPU; "float64" wants a model in float64.
+            plain training runs side by side (of `Factorial`, and where `Hybrid` doubts) in mixed precision, where
+            there are kernels for it on a GPU; "float64" wants a model in float64.
         traces: a `Traces` that several calls share, so that the step is traced and compiled for the first only.
         progress: called after every inner step.
 

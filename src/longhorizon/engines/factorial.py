@@ -231,7 +231,7 @@ class FactorialRun:
         self._of_pair = {pair: made for pair, made in self._of_pair.items() if pair in {r // 2 for r in self._group}}
         problems = [self._problem(run) for run in self._group] or [self.problem]
         self._shifted, self._lanes = problems[0], None
-        if len(problems) > 1:
+        if self.at_once > 1 and self._group != [-1] and self._group:  # the last one alone, too: both of a pair alike
             self._lanes = Lanes(problems, state, self.at_once, self.total * self.problem.steps)
         else:
             self.state = problems[0].start if state is None else state

@@ -111,7 +111,8 @@ def compare(
         test: which settings to train on all training data and test: "all" that were a method's best at some time,
             the "last" of each, or "none".
         test_seeds: trainings per test.
-        precision: of float32 products on a GPU.
+        precision: of float32 products on a GPU. With "bf16" what trains side by side is in mixed precision: trials of
+            searches and grids, smoothed differences, tests; single runs and derivatives stay in float32.
         dir: where to keep it. If the same comparison is there already it goes on where it stopped; it may be given more
             methods, repeats or budget.
         checkpoint_seconds: how often to save inside a training run.
