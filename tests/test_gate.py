@@ -32,16 +32,16 @@ def saddle(b, seed_matters=False):
 
 def test_a_calm_run_stays_exact():
     exact, found = (
-        lh.hypergradient(saddle(0.5), lh.sgd(), HYPERS, steps=40, engine=e) for e in (lh.Adjoint(), lh.Hybrid())
+        lh.hypergradient(saddle(0.2), lh.sgd(), HYPERS, steps=40, engine=e) for e in (lh.Adjoint(), lh.Hybrid())
     )
     assert_identical(exact, found)
     assert found.error is None
 
 
 def test_doubted_values_are_smoothed_and_the_others_stay_exact():
-    # 1.1^40 = 45 for the first window, 1.1^20 = 6.7 for the second
+    # 1.05^40 = 7.0 for the first window, 1.05^20 = 2.7 for the second
     exact, found = (
-        lh.hypergradient(saddle(1.0), lh.sgd(), HYPERS, steps=40, engine=e)
+        lh.hypergradient(saddle(0.5), lh.sgd(), HYPERS, steps=40, engine=e)
         for e in (lh.Adjoint(), lh.Hybrid(distance=1e-3))
     )
     assert found.engine == "adjoint, smoothed for 2 of 3 values"
@@ -90,8 +90,8 @@ def test_tuning_smooths_what_it_cannot_trust_by_itself():
     def engine(task, hypers):
         return lh.tune(task, lh.sgd(), hypers, steps=40, outer_steps=1).history[0].engine
 
-    assert engine(saddle(1.0), HYPERS) == "adjoint, smoothed for 2 of 3 values"
-    assert "smoothed" not in engine(saddle(0.5), HYPERS)
+    assert engine(saddle(0.5), HYPERS) == "adjoint, smoothed for 2 of 3 values"
+    assert "smoothed" not in engine(saddle(0.2), HYPERS)
     assert "smoothed" not in engine(saddle(5.0), {"lr": lh.Hyper(0.1, windows=22)})  # too many runs
     alone = lh.hypergradient(saddle(5.0), lh.sgd(), HYPERS, steps=40)
     assert alone.error is None  # asked for alone it is exact
@@ -145,8 +145,8 @@ def step(gate, b=5.0, **options):
 
 
 def test_the_gate_holds_what_is_doubted_and_lets_the_rest_move():
-    free, waiting, shrinking = (step(gate, b=1.0) for gate in ("off", "wait", "shrink"))
-    assert waiting.doubts == free.doubts == {"lr": ["amplified 5e+01 times", ""], "momentum": ["amplified 5e+01 times"]}
+    free, waiting, shrinking = (step(gate, b=0.5) for gate in ("off", "wait", "shrink"))
+    assert waiting.doubts == free.doubts == {"lr": ["amplified 7 times", ""], "momentum": ["amplified 7 times"]}
     assert free.held == {}
     assert waiting.held == shrinking.held == {"lr": [0], "momentum": [0]}
     moved = {gate.held != {}: gate.next["lr"] - gate.values["lr"] for gate in (free, waiting)}
@@ -159,7 +159,7 @@ def test_the_gate_holds_what_is_doubted_and_lets_the_rest_move():
 
 
 def test_a_gate_is_said_and_written_down():
-    record = step("wait", b=1.0)
+    record = step("wait", b=0.5)
     assert "; held: lr 1; momentum" in one_line(record, 1)
     assert lh.OuterStep.from_dict(record.to_dict()).held == record.held
     old = {name: value for name, value in record.to_dict().items() if name not in ("held", "error")}
