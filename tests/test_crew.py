@@ -1,12 +1,14 @@
 """Several trials of a search at a time, each at its own step. On the CPU this is never chosen; here it is asked for."""
 
 import math
+import time
 from itertools import count
 
 import pytest
 import torch
 
 import longhorizon as lh
+from longhorizon import data
 from longhorizon.rivals import blackbox, rows
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Ledger
@@ -168,6 +170,68 @@ def test_a_crash_is_written_down_and_the_others_go_on(four):
     found = compare(task=make_task(model=model), **settings_for("random", budget="4 runs")).evaluations
     assert [e.status for e in found if e.status != "ok"] == ["crashed: OSError: the disk went away"]
     assert len([e for e in found if e.status == "ok"]) == 4
+
+
+class Broken(list):
+    """Batches of which one cannot be had."""
+
+    def __getitem__(self, step):
+        if step == 5:
+            raise OSError("the disk went away")
+        return super().__getitem__(step)
+
+
+@pytest.mark.parametrize("method", ["random", "bohb"])
+def test_a_step_that_fails_is_the_fault_of_one(tmp_path, method, four):
+    """The others are judged as if nothing had been; the same when it is called again."""
+    task = make_task()
+    sound = compare(**settings_for(method, budget="4 runs")).evaluations
+    guilty = lh.tuning.run_seed(0, 1, 0)
+    broken = make_task(train=lambda seed: Broken(task.train(seed)) if seed == guilty else task.train(seed))
+    found = compare(tmp_path / "r", task=broken, **settings_for(method, budget="4 runs")).evaluations
+    crashed = [e for e in found if e.status != "ok"]
+    assert [(e.trial, e.status) for e in crashed] == [(1, "crashed: OSError: the disk went away")]
+    same = {e.key: e.val_loss for e in sound if e.trial in (0, 2, 3) and e.steps == sound[0].steps}
+    assert same == pytest.approx({e.key: e.val_loss for e in found if e.key in same}, rel=1e-3)
+    more = compare(tmp_path / "r", task=broken, **settings_for(method, budget="6 runs")).evaluations
+    assert len([e for e in more if e.status != "ok"]) == 1
+    assert len(more) > len(found)
+
+
+@pytest.mark.parametrize("method", ["random", "hyperband"])
+def test_no_second_is_charged_twice_and_results_come_when_they_came(method, four, monkeypatch):
+    """Proposing included, which is made slow here."""
+    ask = blackbox.BlackBox._asked
+
+    def slowly(self, *given):
+        time.sleep(0.05)
+        return ask(self, *given)
+
+    monkeypatch.setattr(blackbox.BlackBox, "_asked", slowly)
+    began, came = time.perf_counter(), []
+    watcher = Watcher(on_evaluation=lambda e: came.append((e.total_seconds, time.perf_counter() - began)))
+    found = compare(watcher=watcher, **settings_for(method)).evaluations
+    asked = len({e.trial for e in found})
+    assert 0.05 * asked <= sum(e.seconds for e in found) <= time.perf_counter() - began
+    assert all(said <= since for said, since in came)
+    assert came[0][0] >= 4 * 0.05  # four were asked for before the first could be judged
+
+
+def test_empty_seats_do_not_make_data_anew(four, monkeypatch):
+    pixels = torch.randint(256, (40, 1, 2, 3), dtype=torch.uint8)
+    images = data.to_device(pixels, torch.arange(40) % 3, (0.5,), (0.2,))
+    draws, draw = [], data.Stream._draw
+    monkeypatch.setattr(data.Stream, "_draw", lambda self, epoch: draws.append(epoch) or draw(self, epoch))
+    task = make_task(
+        model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 3)),
+        train=lambda seed: data.Stream(images, 20, seed),  # epochs of two steps
+        val=lambda seed: [images.batch(torch.arange(10))],
+        full=None,
+        test=None,
+    )
+    found = compare(task=task, **settings_for("random", budget="3 runs")).evaluations
+    assert len(found) == 3
+    assert len(draws) <= 3 * (STEPS // 2 + 3)  # an epoch is drawn once, and the first a few times
 
 
 def test_on_the_cpu_trials_run_one_by_one(monkeypatch):

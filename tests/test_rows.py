@@ -64,11 +64,11 @@ def killed_after(lines, directory, **settings):
     """A comparison that dies when so many evaluations have been written down."""
     append, left = Ledger.append, [lines]
 
-    def dies(self, new):
+    def dies(self, new, *more):
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
-        return append(self, new)
+        return append(self, new, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "append", dies)

@@ -23,8 +23,6 @@ from longhorizon.simplify import simplify
 WORTH_COMPILING = 500  # steps on a GPU that pay for a minute of compiling: WRN-16-1 gains 0.16 s by each
 CONSTANTS = 4  # traces that differ in nothing but a constant, before no more are made
 WORTH_TRACING = 25  # steps of one shape in a run that pay for tracing it, given several outer steps
-
-
 _PART = 0.7  # of a part of a step in bfloat16 that may be off: a gradient of a few images is by 0.4, a missing one by 1
 
 

@@ -99,7 +99,7 @@ def convolve(s: Size, turned: bool, added: bool, most: int = MOST, chosen: tuple
     def strip_of(rows: int, images: int) -> int:
         return images * ((rows - 1) * step + taps) * width * _pitch(summed)
 
-    if known is not None and (s.count % known[1] or 2 * strip_of(*known[:2]) > most):
+    if chosen is None and known is not None and (s.count % known[1] or 2 * strip_of(*known[:2]) > most):
         known = None
     if known is None:
         whole = side if side == 16 and step == 1 and summed <= 32 else 8
@@ -154,7 +154,7 @@ def weigh(s: Size, most: int = MOST, chosen: tuple[int, ...] | None = None) -> P
         strip += images * rows * s.side * _pitch(s.outputs)
         return max(2 * strip, s.outputs * s.padded * taps**2 * 4 if shares > 1 else 0)
 
-    if known is not None and (s.count % known[1] or size_of(known[0], known[1], known[3]) > most):
+    if chosen is None and known and (s.count % known[1] or size_of(known[0], known[1], known[3]) > most):
         known = None
     if known is None:
         tiles = min(2, s.outputs // 16)

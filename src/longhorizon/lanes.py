@@ -77,10 +77,15 @@ class Lanes:
             raise ValueError(
                 f"a run of {problem.steps} steps beside runs of {self.problems[0].steps}: make it as long."
             )
+        values = {key: _with(values, i, problem.on_device[key]) for key, values in self._values.items()}
+        state = tree.map(lambda x, own: _with(x, i, own) if isinstance(x, Tensor) else x, self.state, state)
         self.problems[i] = self._all[i] = problem
-        self._values = {key: _with(values, i, problem.on_device[key]) for key, values in self._values.items()}
-        self.state = tree.map(lambda x, own: _with(x, i, own) if isinstance(x, Tensor) else x, self.state, state)
+        self._values, self.state = values, state
         self._chosen.clear()
+
+    def repeat(self, i: int, other: int) -> None:
+        """Let a lane that nobody needs read the batches of another one."""
+        self.problems[i] = self._all[i] = self.problems[other]
 
     def _hyper(self, key: str, values: Tensor, at: Sequence[int]) -> Tensor:
         """Each run's value of a hyperparameter now."""

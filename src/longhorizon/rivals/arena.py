@@ -90,6 +90,7 @@ class Arena:
         self.checkpoint_seconds, self._pulse, self._on_evaluation = checkpoint_seconds, pulse, on_evaluation
         self.counter = Counter()
         self.width: int | None = None  # trials at once, once it is known (rows.py)
+        self.under_way = 0.0  # seconds of other trials that are at work beside the one that is written down
         self.traces = Traces()  # its own: what compiling costs is on each method's clock
         dir.mkdir(parents=True, exist_ok=True)
 
@@ -146,7 +147,7 @@ class Arena:
             values,
             judged.status,
         )
-        written = self.ledger.append(new)
+        written = self.ledger.append(new, self.under_way)
         if self._on_evaluation is not None:
             self._on_evaluation(written)
         past = self.past()
@@ -248,6 +249,10 @@ class Trial:
             self.training.advance()
             self._began, self._first = time.perf_counter(), self.arena.counter.steps
         return self.training
+
+    def since_begun(self) -> float:
+        """Seconds since `begun` was called, without what it repeated."""
+        return time.perf_counter() - self._began
 
     def _so_far(self) -> tuple[float, int]:
         """Seconds and steps since the last evaluation."""

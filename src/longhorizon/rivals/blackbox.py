@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from longhorizon import seeds
 from longhorizon.rivals import hyperband, rows
-from longhorizon.rivals.arena import Arena, Setup, Trial
-from longhorizon.rivals.crew import Crew
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial
+from longhorizon.rivals.crew import Crew, Failed
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting, setting_of
 from longhorizon.rivals.training import Training, Trains
@@ -94,30 +94,38 @@ class BlackBox:
 
     def _together(self, arena: Arena, study: Any, unfinished: list[int], worker: int) -> None:
         """Several trials at a time. A search proposes while others are at work, as with several processes."""
+        rungs = self.rungs(arena.setup)
+        if not unfinished and not arena.purse.allows(rungs[0]):
+            return
         rows.recompile(arena)
-        crew, rungs = Crew(arena, rows.width(arena)), self.rungs(arena.setup)
-        while True:
-            while not crew.full and (unfinished or _affords(arena, crew, rungs[0])):
-                self._hire(arena, study, crew, unfinished.pop(0) if unfinished else None, worker)
-            if not list(crew):
-                return
-            if not arena.purse.allows(0, crew.seconds):
-                crew.dismiss()
-                return
-            for seat, found in [(seat, crew.judge(seat)) for seat in crew.work()]:  # all are paid for first
-                self._seat(arena, study, crew, seat.trial, seat.what, found)
+        crew = Crew(arena, rows.width(arena))
+        try:
+            while True:
+                while not crew.full and (unfinished or _affords(arena, crew, rungs[0])):
+                    with crew.apart():
+                        self._hire(arena, study, crew, unfinished.pop(0) if unfinished else None, worker)
+                if not list(crew):
+                    return
+                if not arena.purse.allows(0, crew.seconds):
+                    crew.save()
+                    return
+                try:
+                    seats = crew.work()
+                except Failed as failed:
+                    seats = failed.seats
+                for seat in seats:
+                    found = crew.judge(seat)
+                    with crew.apart():
+                        self._seat(arena, study, crew, seat.trial, seat.what, found)
+        except (Stop, GaveUp):
+            crew.save()
+            raise
 
     def _hire(self, arena: Arena, study: Any, crew: Crew, number: int | None, worker: int) -> None:
         """A trial, new or of a number, gets a seat, after what is in the journal of it already."""
         began = time.perf_counter()
         trial, setting, reported = self._asked(arena, study, number, worker)
-        one = Trial(
-            arena,
-            trial.number,
-            setting,
-            lambda saved: Training(arena.problem(setting, trial.number), arena.counter, saved),
-            time.perf_counter() - began,
-        )
+        one = self._trial_of(arena, trial.number, setting, time.perf_counter() - began)
         self._seat(arena, study, crew, one, _Course(trial, setting, reported), None)
 
     def _seat(
@@ -126,21 +134,28 @@ class BlackBox:
         """From an evaluation of a trial, or its beginning, to its next stretch of training, if there is one."""
         rungs = self.rungs(arena.setup)
         while found is None or self._goes_on(arena, study, course, found, one.training):
-            course.rung += found is not None
+            if found is not None:
+                course.rung += 1
+                one.keep()
             at = rungs[course.rung]
             found = arena.found(one.number, at)
             if found is not None:
                 one.since = at
                 continue
             if not _affords(arena, crew, at - one.since):
-                one.keep()  # it stays open, and goes on if the budget grows
-                return
+                return  # it stays open, and goes on if the budget grows
             try:
                 crew.sit(one, at, course)
                 return
             except Exception:  # a user's model or data may fail in any way; alone it is written down as a crash
                 found = one.to(at)
         one.forget()
+
+    def _trial_of(self, arena: Arena, number: int, setting: Setting, seconds: float) -> Trial:
+        def make(saved: dict[str, Any] | None) -> Training:
+            return Training(arena.problem(setting, number), arena.counter, saved)
+
+        return Trial(arena, number, setting, make, seconds)
 
     def study(self, arena: Arena) -> Any:
         """The study on disk, of this method and seed."""
@@ -175,13 +190,7 @@ class BlackBox:
         """One trial, new or taken up again, up to its end or to where the pruner ends it."""
         setup, began = arena.setup, time.perf_counter()
         trial, setting, reported = self._asked(arena, study, number, worker)
-        one = Trial(
-            arena,
-            trial.number,
-            setting,
-            lambda saved: Training(arena.problem(setting, trial.number), arena.counter, saved),
-            time.perf_counter() - began,
-        )
+        one = self._trial_of(arena, trial.number, setting, time.perf_counter() - began)
         course = _Course(trial, setting, reported)
         for course.rung, at in enumerate(self.rungs(setup)):
             if arena.found(trial.number, at) is None and not arena.purse.allows(at - one.since):

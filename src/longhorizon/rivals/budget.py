@@ -48,7 +48,7 @@ def parse_budget(text: str | float, steps: int) -> Budget:
 
 
 class Purse:
-    """What is left of a budget. Steps are never overdrawn; seconds by one unit of work at most.
+    """What is left of a budget. Steps are never overdrawn; seconds by one unit of work, of each trial at work, at most.
 
     Args:
         budget: the limit.

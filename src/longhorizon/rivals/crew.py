@@ -8,6 +8,7 @@ one that trains alone is (`arena.Trial`), so it can go on alone, too, or in anot
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from longhorizon import tree
 from longhorizon.engines.base import CHECK_EVERY
 from longhorizon.lanes import Lanes
-from longhorizon.rivals.arena import Arena, Stop, Trial, settle
+from longhorizon.rivals.arena import Arena, Trial, settle
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.training import Training
 
@@ -34,6 +35,14 @@ class Seat:
     def left(self) -> int:
         """Steps that it will still be charged for before it is judged."""
         return self.until - self.trial.since
+
+
+class Failed(Exception):  # noqa: N818 - says what happened
+    """A step that several trials took together failed: by whose fault, each alone will show."""
+
+    def __init__(self, seats: list[Seat]):
+        self.seats = seats
+        super().__init__(f"a step of {len(seats)} trials failed")
 
 
 class Crew:
@@ -63,8 +72,17 @@ class Crew:
         """Of work that no evaluation has been charged for yet."""
         return sum(seat.trial.seconds for seat in self)
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While something is done that is not the seats' work; what is a trial's own is put down to it."""
+        self._share()
+        try:
+            yield
+        finally:
+            self._clock = time.perf_counter()
+
     def sit(self, trial: Trial, until: int, what: Any = None) -> None:
-        """Give a trial a seat, from where it is."""
+        """Give a trial a seat, from where it is; to be called `apart`."""
         place = self.seats.index(None)
         training: Any = trial.begun()
         if self._lanes is None:
@@ -75,44 +93,48 @@ class Crew:
         self._lanes.put(place, training.problem, training.state)
         self._bad[place], self._at[place] = training.watch.flag, training.t
         self.seats[place] = Seat(trial, training, until, what)
+        trial.seconds += trial.since_begun()
 
     def work(self) -> list[Seat]:
-        """Train until somebody is to be judged; who that is has no seat any more.
+        """Train until somebody is to be judged, and tell who.
 
         Raises:
-            Stop: if that was asked for; all are saved.
+            Failed: if a step fails; nobody has a seat then.
+            Stop: if that was asked for.
         """
         while not (due := [seat for seat in self if self._is_due(seat)]):
-            self._step()
             try:
-                self.arena.pulse(max(seat.training.t for seat in self))
-            except Stop:
-                self.save()
-                raise
+                self._step()
+            except Exception as error:  # a user's model, loss or data may fail in any way
+                self._share()
+                seats = list(self)
+                for seat in seats:
+                    self._get_up(seat)
+                raise Failed(seats) from error
+            self.arena.pulse(max(seat.training.t for seat in self))
             if time.perf_counter() - self._saved_at >= self.arena.checkpoint_seconds:
                 self.save()
-        settle(self._bad.device)
-        self._share()
-        for seat in due:
-            self._get_up(seat)
         return sorted(due, key=lambda seat: seat.trial.number)  # in one order, whoever sat where
 
     def judge(self, seat: Seat) -> Evaluation:
-        """Judge a trial that has got up, and write it down."""
-        found = seat.trial.to(seat.until)
-        self._clock = time.perf_counter()  # that was its own time
+        """Judge a trial and write it down; then it has no seat any more."""
+        settle(self._bad.device)
+        self._share()
+        if seat in self.seats:
+            self._bring_up_to_date(self.seats.index(seat), seat)
+        self.arena.under_way = self.seconds - seat.trial.seconds * (seat in self.seats)
+        try:
+            found = seat.trial.to(seat.until)
+        finally:
+            self.arena.under_way = 0.0
+            self._clock = time.perf_counter()  # that was its own time
+        if seat in self.seats:
+            self.seats[self.seats.index(seat)] = None
         return found
-
-    def dismiss(self) -> list[Seat]:
-        """All get up, saved as they are."""
-        self.save()
-        seats = list(self)
-        for seat in seats:
-            self._get_up(seat)
-        return seats
 
     def save(self) -> None:
         """Save all on their way, off the clock."""
+        settle(self._bad.device)
         self._share()
         for place, seat in enumerate(self.seats):
             if seat is not None:
@@ -122,19 +144,27 @@ class Crew:
 
     def _step(self) -> None:
         assert self._lanes is not None
-        losses = self._lanes.step([0 if seat is None else seat.training.t for seat in self.seats])
+        first = next(place for place, seat in enumerate(self.seats) if seat is not None)
+        at = []
+        for place, seat in enumerate(self.seats):
+            if seat is None:  # it does again what another one does, which costs least
+                self._lanes.repeat(place, first)
+            busy = seat or self.seats[first]
+            assert busy is not None
+            at.append(busy.training.t)
+        losses = self._lanes.step(at)
         self._bad = torch.where((self._bad < 0) & ~losses.isfinite(), self._at, self._bad)
         self._at = self._at + 1  # kept where the losses are: to copy it there would be to wait
-        for seat in self:
-            seat.training.t += 1
-            seat.trial.counted += 1
+        for one in self:
+            one.training.t += 1
+            one.trial.counted += 1
             self.arena.counter.steps += 1
         self._taken += 1
         self._share()
         if self._bad.device.type == "cpu" or self._taken % CHECK_EVERY == 0:
-            for one, bad in zip(self.seats, self._bad.tolist(), strict=True):
-                if one is not None and bad >= 0:
-                    one.training.failed = bad
+            for seat, bad in zip(self.seats, self._bad.tolist(), strict=True):
+                if seat is not None and bad >= 0:
+                    seat.training.failed = bad
 
     def _is_due(self, seat: Seat) -> bool:
         return seat.training.t >= seat.until or seat.training.failed is not None

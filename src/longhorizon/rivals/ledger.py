@@ -36,7 +36,7 @@ class Evaluation:
     status: str = "ok"  # or "diverged: …", "crashed: …"
     # Filled in by the ledger
     total_steps: int = 0  # charged to the method with this seed, so far
-    total_seconds: float = 0.0
+    total_seconds: float = 0.0  # with those of trials that were at work beside it
     best: bool = False  # of its method and seed, so far
     best_loss: float = field(default=math.inf)  # the validation loss of the best so far
 
@@ -101,8 +101,13 @@ class Ledger:
     def of(self, method: str, seed: int) -> list[Evaluation]:
         return [e for e in self.all() if e.method == method and e.seed == seed]
 
-    def append(self, new: Evaluation) -> Evaluation:
-        """Add an evaluation, unless it is there already, and return it as it is written."""
+    def append(self, new: Evaluation, under_way: float = 0.0) -> Evaluation:
+        """Add an evaluation, unless it is there already, and return it as it is written.
+
+        Args:
+            new: the evaluation.
+            under_way: seconds that trials beside it have taken and that were not written down yet.
+        """
         with self._alone():
             earlier = self.of(new.method, new.seed)
             for known in earlier:
@@ -113,7 +118,7 @@ class Ledger:
             filled = replace(
                 new,
                 total_steps=new.cost + sum(e.cost for e in earlier),
-                total_seconds=new.seconds + sum(e.seconds for e in earlier),
+                total_seconds=new.seconds + sum(e.seconds for e in earlier) + under_way,
                 best=wins,
                 best_loss=new.val_loss if wins else best.val_loss if best else math.inf,
             )

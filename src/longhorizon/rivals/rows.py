@@ -88,7 +88,7 @@ def recompile(arena: Arena) -> None:
     """After a stop, compile the row's step again, off the clock: it was charged when the method began."""
     if width(arena) == 1:
         arena.recompile()
-    elif arena.past():
+    elif arena.past() or any(arena.dir.glob("*-[0-9]*.pt")):  # a row, or trials
         Lanes([_any(arena)], count=width(arena), steps=arena.setup.steps).step(0)
 
 
@@ -123,9 +123,11 @@ def _row(arena: Arena, jobs: list[Job], steps: int) -> None:
             alone(arena, job, steps)
     else:
         seconds = row.seconds() / len(jobs)
-        for job, (taken, verdict) in zip(jobs, verdicts, strict=True):
+        for left, job, (taken, verdict) in zip(reversed(range(len(jobs))), jobs, verdicts, strict=True):
             arena.counter.steps += taken
+            arena.under_way = left * seconds
             arena.record(job.number, steps, taken, taken, seconds + job.seconds, verdict, job.setting)
+        arena.under_way = 0.0
     if row is not None:
         row.forget()
 
