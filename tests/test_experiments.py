@@ -116,6 +116,16 @@ def test_smoke(script, name, tmp_path):
         assert all(status == "ok" for status in fds["status"])
 
 
+def test_smoke_of_the_meters_bound(tmp_path):
+    result = run("trust_bound", tmp_path)
+    growths = result["exact_by_growth"]
+    assert growths["0 to 1"]["right"] > 0.9 * growths["0 to 1"]["signs"]
+    assert growths["100 to inf"]["right"] < 0.6 * growths["100 to inf"]["signs"]
+    assert result["hybrid"].keys() == {"digits-edge", "digits-hot"}
+    hot = result["hybrid"]["digits-hot"]
+    assert hot["3"]["smoothed"] > hot["10"]["smoothed"]
+
+
 def test_smoke_of_digits(tmp_path):
     result = run("digits", tmp_path)
     assert result["table"]["learnt"]["trainings"] == 4

@@ -1,0 +1,96 @@
+"""From which growth on an exact hypergradient is to be doubted: the bound of the meter, against the truth.
+
+    python experiments/trust_bound.py         three minutes on one core, after truth.py
+
+Two looks at the truth of experiments/truth.py (its results are read). First, of the exact estimates there: how often
+the sign of a learning rate is right, by how much a change grows from the beginning of its window to the end of the run.
+Second, how often the signs of the hybrid are right when values are doubted from 1.5-, 2-, 3- or 10-fold growth on, on
+digits at the edge and hot, with the same seeds for every bound.
+
+Result: experiments/results/trust_bound.json; docs/trust.md tells of it.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from estimators import as_truth
+from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
+from truth import DISTANCE, TASKS, estimate, setting, stacked
+
+import longhorizon as lh
+from longhorizon.truth import score
+
+EDGES = (1.0, 2.0, 3.0, 5.0, 10.0, 100.0)
+BOUNDS = (1.5, 2.0, 3.0, 10.0)
+LOOKED_AT = ("digits-edge", "digits-hot")
+
+
+def exact_signs(found: dict[str, Any]) -> Iterator[tuple[float, bool]]:
+    """(growth, whether the sign is right) of learning rates whose truth is known, from the second window on.
+
+    A result has the growth from the end of every window, which is the beginning of the next one.
+    """
+    truth = found["truth"]["lr"]
+    for row in found["estimates"]["exact"]:
+        windows = list(zip(row["grad"]["lr"], truth["mean"], truth["error"], strict=True))
+        for growth, (slope, mean, error) in zip(row.get("amplified", []), windows[1:], strict=False):
+            if None not in (growth, slope, mean) and abs(mean) > 2 * error:
+                yield growth, slope * mean > 0
+
+
+def by_growth(results: Path) -> dict[str, dict[str, int]]:
+    """Signs and how many of them are right, of all tasks, by growth."""
+    signs = [
+        pair for path in sorted(results.glob("truth-*.json")) for pair in exact_signs(json.loads(path.read_text()))
+    ]
+    found = {}
+    for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
+        right = [ok for growth, ok in signs if low <= growth < high]
+        found[f"{low:g} to {high:g}"] = {"signs": len(right), "right": sum(right)}
+    return found
+
+
+def hybrids(args: Any, work: Work, name: str, bounds: tuple[float, ...], count: int) -> dict[str, Any]:
+    """The score of the hybrid on a task, by bound."""
+    found = json.loads((RESULTS / f"truth-{name}.json").read_text())
+    true, steps = as_truth(found), 30 if args.smoke else TASKS[name].steps
+    task, hypers = setting(args, name)
+    far = {key: [DISTANCE[key] * v for v in hyper.values().tolist()] for key, hyper in hypers.items()}
+    traces, table = lh.Traces(), {}
+
+    def one(seed: int) -> dict[str, Any]:
+        return estimate(task, hypers, steps, lh.Hybrid(distance=far), seed, traces)
+
+    for bound in bounds:
+        with patch("longhorizon.trust.AMPLIFIED", bound):
+            rows = [work.unit(f"{name}-{bound:g}-{seed}", partial(one, seed)) for seed in range(count)]
+        said = score(stacked(rows), true)
+        table[f"{bound:g}"] = {
+            "sign": rounded(said.sign),
+            "error": rounded(said.sign_error),
+            "smoothed": sum(e is not None for row in rows for part in row.get("error", {}).values() for e in part),
+            "values": sum(len(part) for row in rows for part in row["grad"].values()),
+        }
+        say(f"{name}: doubted from {bound:g}-fold growth on: sign {said.sign:.3f} ± {said.sign_error:.3f}")
+    return table
+
+
+def main() -> None:
+    args = parse(arguments(__doc__ or "", "trust_bound"))
+    torch.set_num_threads(1)
+    args.device = "cpu"
+    bounds, count = (BOUNDS[2:], 2) if args.smoke else (BOUNDS, 24)
+    settings = {"estimates": count, "bounds": list(bounds)}
+    work = Work(args, "trust_bound", settings)
+    content = {"settings": settings, "exact_by_growth": by_growth(RESULTS)}
+    content |= {"hybrid": {name: hybrids(args, work, name, bounds, count) for name in LOOKED_AT}}
+    finish(args, "trust_bound", content | {"seconds": work.seconds()})
+
+
+if __name__ == "__main__":
+    run(main)
