@@ -133,6 +133,8 @@ def save_picture(figure: Figure, path: Path) -> None:
     columns = min(COLUMNS, len(figure.panels))
     if figure.name == "validation" or len(figure.panels) == 4:  # pairs, by outer step and by time; a square
         columns = 2
+    elif len(figure.panels) in (7, 8):  # two rows rather than three, the last of which would be nearly empty
+        columns = 4
     rows = math.ceil(len(figure.panels) / columns)
     wide, high = figure.size
     sheet = Sheet(figsize=(wide * columns + 0.6, high * rows), dpi=150, layout="constrained")
