@@ -384,8 +384,8 @@ def _die_at(kind, count):
     if kind == "line":
         append = Ledger.append
 
-        def dies(self, new):
-            written = append(self, new)
+        def dies(self, new, *more):
+            written = append(self, new, *more)
             due()
             return written
 
