@@ -15,7 +15,7 @@ from longhorizon.rivals.ledger import Ledger
 from longhorizon.rivals.training import Counter, Training, judge
 from rivals_task import HYPERS, STEPS, compare, counted_task, loss, make_task, without_clock
 from test_compare import Stops
-from test_rows import killed_after
+from test_rows import killed_after, stopped_often
 
 METHODS = ["random", "bo", "hyperband", "bohb"]
 
@@ -74,15 +74,7 @@ def test_seats_do_not_wait_for_each_other(four, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stopped_search_goes_on_exactly(tmp_path, method, four):
     calm = compare(**settings_for(method)).evaluations
-    stops = 0
-    while True:
-        try:
-            found = compare(tmp_path / "r", watcher=Watcher(progress=Stops(7)), **settings_for(method))
-            break
-        except lh.Interrupted:
-            stops += 1
-    assert stops >= 3
-    assert without_clock(found.evaluations) == without_clock(calm)
+    assert without_clock(stopped_often(tmp_path / "r", **settings_for(method))) == without_clock(calm)
     left = {int(path.stem[6:]) for path in (tmp_path / "r").rglob("trial-*.pt")}
     assert not left & {e.trial for e in calm if e.steps == STEPS}  # only of those that the budget cut short
     assert not left or method in ("hyperband", "bohb")

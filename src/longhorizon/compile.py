@@ -278,14 +278,12 @@ def difference(expected: Any, got: Any, nudged: Any = None) -> str | None:
     whole = sum(float(a.square().sum()) for a, _ in real) ** 0.5
     off = sum(float((a - b).square().sum()) for a, b in real) ** 0.5
     tolerance = _tolerance(pairs)
+    share = _PART if cuda.is_half() else 100 * tolerance
     if off > tolerance * whole + math.hypot(*noise):
         return f"by {off:.1e} of {whole:.1e}"
     for (a, b), extra in zip(real, noise, strict=True):
         size, error = float(a.norm()), float((a - b).norm())
-        if (
-            error
-            > min(100 * tolerance, _PART if cuda.is_half() else math.inf) * size + tolerance * 1e-3 * whole + extra
-        ):
+        if error > share * size + tolerance * 1e-3 * whole + extra:
             return f"by {error:.1e} of {size:.1e} in one part"
     return None
 

@@ -2,7 +2,7 @@
 
 A plain training run needs no more digits than everybody's mixed precision has: products of bfloat16, sums in float32,
 weights and optimizer in float32. Half as many bytes then go through memory, which is what a small network's step waits
-for. Images lie with their channels last, (lanes, images, side, side, channels). Measured by benchmarks/lanes_gpu.py.
+for. Images lie with their channels last, (lanes, images, side, side, channels). benchmarks/lanes_gpu.py times them.
 
     lane_convolution         result[n, i] = images[n, i] * weights[n] (+ other[n, i]); turned: gradient of the images
     lane_weight_gradient     result[n] = images[n] by grads[n], in float32
