@@ -6,8 +6,8 @@
 
 The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
 by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
-each costs: its processor time (on a GPU its seconds) over that of a plain training run, one measured right after the
-other.
+each costs: its processor time over that of a plain training run, one measured right after the other; on a GPU, the
+median of its estimates' seconds over those of a plain training run.
 
 Result: experiments/results/estimators-TASK.json; docs/trust.md shows them.
 """
@@ -23,7 +23,6 @@ import torch
 from prototypes import NonExpansive
 from record import RESULTS, Work, arguments, finish, known, parse, rounded, run, say
 from truth import (
-    COMPILED,
     DISTANCE,
     FOR_A_GPU,
     TASKS,
@@ -120,13 +119,10 @@ def cost(
     times: int,
     traces: lh.Traces,
     on: str,
-    precision: Any = "float32",
 ) -> dict[str, float]:
-    """What an estimate costs in plain runs; what compiling takes is left out."""
+    """What an estimate costs in plain runs."""
     ratios, seconds = [], []
-    how: Any = {"steps": steps, "engine": engine, "traces": traces, "precision": precision}
-    if on == "cuda":
-        lh.hypergradient(task, lh.sgd(), hypers, seed=times, **how)
+    how: Any = {"steps": steps, "engine": engine, "traces": traces}
     for seed in range(times):
         plain = plain_seconds(task, hypers, steps, traces)
         began = clock(on)
@@ -134,6 +130,12 @@ def cost(
         seconds.append(clock(on) - began)
         ratios.append(seconds[-1] / plain)
     return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
+
+
+def median_cost(rows: list[dict[str, Any]], plain: float) -> dict[str, float]:
+    """The same from estimates that were timed; the first of them, which may have compiled, is an outlier."""
+    seconds = statistics.median(row["took"] for row in rows if "took" in row)
+    return {"runs": seconds / plain, "estimate_seconds": seconds}
 
 
 def sure(rows: list[dict[str, Any]], true: Truth, z: float) -> dict[str, float]:
@@ -161,7 +163,7 @@ def one(args: Any, name: str) -> None:
     true, steps = as_truth(found), found["settings"]["steps"]
     task, hypers = setting(args, name)
     rough = found["settings"].get("precision", "float32")  # of plain training runs, as for the truth
-    traces, timed = lh.Traces(), COMPILED if name in FOR_A_GPU else TIMED
+    traces = lh.Traces()
     on = on_device(args, name).partition(":")[0]
     if on == "cpu":
         torch.set_num_threads(1)
@@ -186,12 +188,16 @@ def one(args: Any, name: str) -> None:
             sureness[label] = {str(z): sure(rows[label], true, z) for z in (1.0, 2.0)}
         said = score(stacked(rows[label]), true)
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
-    costs = {
-        label: kept["cost"].get(label)
-        or work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on, rough))
-        for label, engine in (timed | engines(hypers, name, args.smoke)).items()
-        if not (args.smoke and label in timed)
-    }
+    if on == "cuda":
+        plain = work.unit("plain", lambda: plain_seconds(task, hypers, steps, traces))
+        costs = {label: median_cost(given, plain) for label, given in rows.items()}
+    else:
+        costs = {
+            label: kept["cost"].get(label)
+            or work.unit(f"cost-{label}", lambda e=engine: cost(task, hypers, steps, e, clocked, traces, on))
+            for label, engine in (TIMED | engines(hypers, name, args.smoke)).items()
+            if not (args.smoke and label in TIMED)
+        }
     scores = {label: asdict(score(stacked(given), true)) for label, given in rows.items()}
     if len(rows["hybrid"]) >= 2:
         scores["hybrid, mean of 2"] = asdict(score(averaged(stacked(rows["hybrid"]), 2), true))

@@ -80,6 +80,14 @@ def test_a_saved_exact_part_goes_back_to_its_device():
     assert loaded.grad["lr"].tolist() == found.grad["lr"].tolist()
 
 
+def test_what_was_exact_can_be_seen():
+    exact = lh.hypergradient(saddle(10.0), lh.sgd(), HYPERS, steps=12, engine=lh.Adjoint())
+    found = lh.hypergradient(saddle(10.0), lh.sgd(), HYPERS, steps=12, engine=lh.Hybrid())
+    assert "smoothed" in found.engine
+    assert found.exact["lr"].tolist() == exact.grad["lr"].tolist() != found.grad["lr"].tolist()
+    assert exact.exact is None
+
+
 def test_training_that_fails_is_not_tried_again():
     found = lh.hypergradient(saddle(1e200), lh.sgd(), HYPERS, steps=40, engine=lh.Hybrid())
     assert found.status.what == "loss"

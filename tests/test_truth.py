@@ -85,7 +85,7 @@ def test_no_digit_of_a_difference_is_lost():
 @pytest.mark.parametrize("count", [1, 2, 5, 24])
 def test_runs_may_be_made_at_once(monkeypatch, count):
     made = []
-    monkeypatch.setattr("longhorizon.truth.at_once", lambda problem, runs: made.append(runs) or count)
+    monkeypatch.setattr("longhorizon.truth.at_once", lambda problem, *how: made.append(how) or count)
     found = truth(problem("mlp").task, lh.sgd(), HYPERS, seeds=2, **SETTING)
     for seed in range(2):
         engine = lh.FiniteDifference(SETTING["distance"])
@@ -93,7 +93,7 @@ def test_runs_may_be_made_at_once(monkeypatch, count):
         for key in HYPERS:
             torch.testing.assert_close(found.differences[key][seed], one.grad[key], rtol=1e-6, atol=1e-7)
         assert float(found.val_loss[seed]) == pytest.approx(one.val_loss, rel=1e-6)
-    assert made == [2 * sum(h.windows for h in HYPERS.values()) + 1] * 2
+    assert made == [(2 * sum(h.windows for h in HYPERS.values()) + 1, 2)] * 2  # runs of a seed, and how many seeds
 
 
 def test_scores_by_hand():

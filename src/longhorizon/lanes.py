@@ -132,8 +132,10 @@ class Lanes:
         return [made[id(p.batches), t] for p, t in zip(self._all, at, strict=True)]
 
 
-def at_once(problem: Problem, runs: int) -> int:
+def at_once(problem: Problem, runs: int, goes: int = 1) -> int:
     """How many of so many runs like this one to make at once; 1 where a batched step is no gain or cannot be had.
+
+    `goes`: how often so many are made; where there are many in all, a wider step pays for being compiled.
 
     No gain: convolutions, which vmap turns into grouped ones, other than those of convolution.py. Cannot be had: random
     numbers in the model, weights that are not trained (each run has its own), operations that vmap refuses, batches
@@ -168,7 +170,7 @@ def at_once(problem: Problem, runs: int) -> int:
     except Exception:  # vmap may refuse anything that a user's model can invent
         return 1
     got = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, (found, losses))
-    wide = cuda.current_precision() == "bf16" and runs > 2 * WIDE[-1]
+    wide = cuda.current_precision() == "bf16" and goes * runs > 2 * WIDE[-1]
     return (
         _share(runs, most, problem.device.type, wide) if compile.difference(tree.detach(expected), got) is None else 1
     )
@@ -179,8 +181,8 @@ def _share(runs: int, most: int, device: str, wide: bool = False) -> int:
 
     >>> [_share(runs, 32, "cuda") for runs in (3, 8, 16, 19, 24, 40)]
     [3, 8, 8, 10, 8, 8]
-    >>> [_share(runs, 32, "cuda", wide=True) for runs in (100, 135, 152)]
-    [20, 17, 19]
+    >>> [_share(runs, 32, "cuda", wide=True) for runs in (19, 100, 135, 152)]
+    [19, 20, 17, 19]
     >>> [_share(runs, 32, "cpu") for runs in (3, 16, 24, 40)]
     [3, 16, 24, 20]
     """

@@ -54,6 +54,7 @@ class Hypergradient:
         per_step: per key, the hypergradient of every single step (with `per_step=True`).
         meter: how the tangents or the adjoint grew along the run (Forward and Adjoint).
         error: per key, the standard error of `grad` (Factorial).
+        exact: per key, the exact hypergradient, where `grad` has smoothed differences for some values (Hybrid).
     """
 
     grad: dict[str, Tensor]
@@ -67,3 +68,4 @@ class Hypergradient:
     per_step: dict[str, Tensor] | None = None
     meter: Meter | None = None
     error: dict[str, Tensor] | None = None
+    exact: dict[str, Tensor] | None = None

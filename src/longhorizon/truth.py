@@ -106,7 +106,7 @@ def truth(
         for number, seed in enumerate(chosen):
             if str(seed) not in file.seeds:
                 problem = make_problem(task, rule, hypers, steps, seed, values, traces)
-                file.add(seed, *_differences(problem, FiniteDifference(distance, only)))
+                file.add(seed, *_differences(problem, FiniteDifference(distance, only), len(chosen)))
             if progress is not None:
                 progress(number + 1, len(chosen))
     rows = [file.seeds[str(seed)] for seed in chosen]
@@ -114,16 +114,16 @@ def truth(
     return Truth(grads, _numbers([row["val_loss"] for row in rows]))
 
 
-def _differences(problem: Problem, engine: FiniteDifference) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a run and its slopes; all runs at once where that pays."""
+def _differences(problem: Problem, engine: FiniteDifference, seeds: int) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a run and its slopes; all runs at once where that pays, over so many seeds."""
     runs = [*(engine.shifted(problem, *run) for run in engine.runs(problem)), problem]
-    count = at_once(problem, len(runs))
+    count = at_once(problem, len(runs), seeds)
     if count == 1:
         found = compute(problem, engine)
         return found.val_loss, found.grad
     losses: list[Tensor] = []
     for first in range(0, len(runs), count):
-        lanes = Lanes(runs[first : first + count], count=count, steps=problem.steps * len(runs))
+        lanes = Lanes(runs[first : first + count], count=count, steps=problem.steps * len(runs) * seeds)
         for t in range(problem.steps):
             lanes.step(t)
         losses += lanes.validation_losses(problem.steps)

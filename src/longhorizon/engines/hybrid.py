@@ -107,7 +107,7 @@ class HybridRun:
             error[key][chosen] = smooth.error[key][chosen]
         count, total = sum(map(len, self.doubted.values())), sum(map(len, grad.values()))
         said = f"{self.engine.exact}, smoothed for {count} of {total} values"
-        return replace(exact, grad=grad, mean=mean, error=error, status=smooth.status, engine=said)
+        return replace(exact, grad=grad, mean=mean, error=error, exact=exact.grad, status=smooth.status, engine=said)
 
     def _turn(self) -> None:
         """From exact to smoothed, when the first is done and leaves something to the second."""
