@@ -77,7 +77,13 @@ def measured(
     }
     distance = {key: [apart(key, v) for v in values] for key, values in at.values.items()}
     truth = lh.hypergradient(
-        one.task, one.rule, hypers, steps=steps, engine=lh.Factorial(distance, pairs), seed=SEED + index
+        one.task,
+        one.rule,
+        hypers,
+        steps=steps,
+        engine=lh.Factorial(distance, pairs),
+        seed=SEED + index,
+        precision=one.args.precision,
     )
     assert truth.error is not None
     seen = next((s for s in found.outer_steps.get((at.method, at.seed), []) if s["index"] == index), None)

@@ -345,6 +345,7 @@ def test_trials_side_by_side_are_the_same_trials(monkeypatch):
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
 def test_a_search_works_on_several_trials_each_at_its_own_step(monkeypatch):
+    pytest.importorskip("optuna")
     monkeypatch.setattr(compile, "WORTH_COMPILING", 1)
     settings = {"methods": ["hyperband"], "steps": 8, "outer_steps": 2, "budget": "6 runs", "epoch": 2, "test": "none"}
     task, seen = picture_task(), []

@@ -81,6 +81,15 @@ def test_growth_lets_a_value_go_somewhere_after_it_went_back_and_forth():
     assert str(lh.SignDescent(growth=1.5)) == "SignDescent(factor=0.5, tolerance=0.05, growth=1.5)"
 
 
+def test_a_grown_step_ends_at_zero_where_it_would_go_through():
+    signs = [-1.0, 1.0, 1.0, 1.0, -1.0]  # γ: 0.1, 0.05, 0.075, 0.1, 0.05
+    path, state = descend(signs, lh.SignDescent(growth=1.5))
+    assert path == pytest.approx([0.1, 0.05, 0.0, -0.1, -0.05])  # from zero it may go on
+    assert state["gamma"]["lr"].item() == pytest.approx(0.05)
+    assert descend(signs)[0] == pytest.approx([0.1, 0.05, 0.0, -0.05, -0.025])  # the paper's never does, from zero
+    assert descend([1.0], start=0.05)[0] == pytest.approx([-0.05])
+
+
 def test_shrink_halves_every_step_size():
     outer = lh.SignDescent()
     state = outer.shrink(outer.init(hypers(windows=2)))

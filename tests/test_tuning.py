@@ -209,6 +209,14 @@ def test_only_what_made_a_run_explode_goes_back():
     assert second.outer["sign"]["lr"].tolist() == [-1.0, -1.0]  # to go there again is to turn round again
 
 
+@pytest.mark.parametrize(("val_loss", "exploded"), [(12.3, True), (4.0, False), (0.9, False)])
+def test_a_run_explodes_that_ends_worse_than_it_began_and_five_times_worse_than_the_last(val_loss, exploded):
+    """As on CIFAR-10, with a learning rate of -0.002: from 0.46 to 12.3, where training had begun with 2.4."""
+    task = make_task(loss=lambda model, batch: loss(model, batch) * 0 + 2.4 + loss(model, batch) * 1e-3)
+    engine = Told((0.9, FALLS, SURE), (val_loss, {**FALLS, "lr": [-1.0, -1.0]}, SURE))
+    assert tune(task=task, engine=engine, outer_steps=2).history[1].exploded == exploded
+
+
 def test_explosions_in_a_row_lead_back_to_where_it_went_well_and_no_further():
     """γ grows while a sign stays: twice back by it would be beyond the last good value."""
     there, back = {"lr": [-1.0, -1.0], "momentum": [0.0], "weight_decay": [0.0]}, {"lr": [0.0, 1.0]}

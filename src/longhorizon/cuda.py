@@ -168,7 +168,7 @@ def _compiled_directly(graph: fx.GraphModule, args: list[Tensor]) -> Callable[..
     )
     shapes = [mode.from_tensor(x, static_shapes=True) for x in args]
     with tracing(TracingContext(mode)), config.patch(_OPTIONS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)  # left out on purpose
+        warnings.simplefilter("ignore", UserWarning)  # the compiler's about its own choices, and that TF32 is off
         with mode:
             flat = make_fx(graph, decomposition_table=select_decomp_table())(*shapes)
         made: Any = compile_fx_inner(flat, shapes, is_inference=True)

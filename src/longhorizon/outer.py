@@ -49,7 +49,9 @@ class SignDescent:
         factor: what γ is multiplied by when a sign flips.
         tolerance: the run has converged when every γ is at most this fraction of its start.
         growth: what γ is multiplied by when a sign is the same again, up to where it started, as in Rprop (there 1.2):
-            a value that went back and forth at first can still go somewhere. The paper has none, which is 1.
+            a value that went back and forth at first can still go somewhere. The paper has none, which is 1. With it, a
+            step that would take a value through zero ends at zero: halved steps from zero never go through it again,
+            grown ones would, and a learning rate just below it makes a run explode.
     """
 
     factor: float = 0.5
@@ -82,7 +84,8 @@ class SignDescent:
             again = torch.where(sign * last > 0, grown, gammas[key])
             gammas[key] = torch.where(sign * last < 0, gammas[key] * self.factor, again)
             signs[key] = torch.where(sign == 0, last, sign)
-            new[key] = move(values[key], -sign * gammas[key], hyper)
+            moved = move(values[key], -sign * gammas[key], hyper)
+            new[key] = torch.where(values[key] * moved < 0, 0.0, moved) if self.growth > 1 else moved
         return new, {**state, "gamma": gammas, "sign": signs}
 
     def shrink(self, state: State) -> State:

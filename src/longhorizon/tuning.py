@@ -30,7 +30,7 @@ from longhorizon.trust import Doubts, among_seeds, doubts, sureness
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
 GUILTY = 0.977  # how sure a slope must be to be blamed for an explosion: two standard errors
-EXPLODED = 10.0  # times the loss that training began with, and that of the last good run
+EXPLODED = 5.0  # times the loss of the last good run, and more than training began with
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
 Gates = Literal["off", "wait", "shrink"]
 
@@ -236,12 +236,12 @@ class Tuning:
         return record
 
     def _exploded(self, val_loss: float) -> str:
-        """What is wrong with a run that ends far worse than it began: its derivative says nothing; "" if it is fine.
+        """What is wrong with a run that ends worse than it began: its derivative says nothing; "" if it is fine.
 
-        Far worse than the last good run too, because the validation loss may have other units than the training loss.
+        Far worse than the last good run, too, because the validation loss may have other units than the training loss.
         """
         began = [abs(f.get("began", math.inf)) for f in self.finished]
-        if self.good is None or not val_loss > EXPLODED * max(abs(self.good[0]), *began):
+        if self.good is None or not val_loss > max(EXPLODED * abs(self.good[0]), *began):
             return ""
         return f"exploded: validation loss {val_loss:.3g}, and training began with {max(began):.3g}"
 
