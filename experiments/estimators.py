@@ -132,10 +132,11 @@ def cost(
     return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
 
 
-def median_cost(rows: list[dict[str, Any]], plain: float) -> dict[str, float]:
-    """The same from estimates that were timed; the first of them, which may have compiled, is an outlier."""
-    seconds = statistics.median(row["took"] for row in rows if "took" in row)
-    return {"runs": seconds / plain, "estimate_seconds": seconds}
+def median_costs(rows: dict[str, list[dict[str, Any]]], plain: float) -> dict[str, dict[str, float]]:
+    """The same from estimates that were timed; the first of each, which may have compiled, is an outlier."""
+    took = {label: [row["took"] for row in made if "took" in row] for label, made in rows.items()}
+    middle = {label: statistics.median(seconds) for label, seconds in took.items() if seconds}
+    return {label: {"runs": seconds / plain, "estimate_seconds": seconds} for label, seconds in middle.items()}
 
 
 def sure(rows: list[dict[str, Any]], true: Truth, z: float) -> dict[str, float]:
@@ -188,9 +189,9 @@ def one(args: Any, name: str) -> None:
             sureness[label] = {str(z): sure(rows[label], true, z) for z in (1.0, 2.0)}
         said = score(stacked(rows[label]), true)
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
-    if on == "cuda":
+    if name in FOR_A_GPU:
         plain = work.unit("plain", lambda: plain_seconds(task, hypers, steps, traces))
-        costs = {label: median_cost(given, plain) for label, given in rows.items()}
+        costs = median_costs(rows, plain)
     else:
         costs = {
             label: kept["cost"].get(label)

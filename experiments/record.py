@@ -60,7 +60,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     """The options given, and the command as it is written into the result: without folders of this machine."""
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
-    hidden = ("--data-root", "--work", "--out", "--commit", "--device")
+    hidden = ("--data-root", "--work", "--out", "--commit", "--device", "--truth")
     kept = [w for i, w in enumerate(words) if not w.startswith(hidden) and (i == 0 or words[i - 1] not in hidden)]
     args.command = shlex.join(["python", f"experiments/{args.name}.py", *kept])
     return args

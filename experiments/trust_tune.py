@@ -36,8 +36,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"engine": lh.Hybrid()},
     "hybrid, two seeds": {"engine": lh.Hybrid(), "seeds": 2},
     "hybrid, wait": {"engine": lh.Hybrid(), "gate": "wait"},
+    "smoothed": {"engine": lh.Factorial()},
     "paper, γ grows": {"engine": lh.Forward(clip=10.0), "outer": lh.SignDescent(growth=1.5)},
     "hybrid, γ grows": {"engine": lh.Hybrid(), "outer": lh.SignDescent(growth=1.5)},
+    "smoothed, γ grows": {"engine": lh.Factorial(), "outer": lh.SignDescent(growth=1.5)},
     "hybrid, wait, γ grows": {"engine": lh.Hybrid(), "gate": "wait", "outer": lh.SignDescent(growth=1.5)},
 }
 HYPERS = {

@@ -38,6 +38,24 @@ def straight(scale=lambda seed: 1.0):
     )
 
 
+class Cliff(nn.Module):
+    """A loss that rises a little with every learning rate, and without bounds where the last one is below zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+
+def cliff(noise=0.0):
+    def val(seed):
+        return [torch.tensor(noise * math.sin(7.0 * seed), dtype=torch.float64)]
+
+    def loss(model, batch):  # every step moves x by -lr: slopes of 0.1, and what is left of zero at the end is the last
+        return torch.where(model.x > 1.0, 1e6 * model.x, 1.0 - 0.1 * model.x) + batch
+
+    return lh.Task(Cliff, loss, lambda seed: [torch.zeros((), dtype=torch.float64)] * 8, val)
+
+
 # --- designs ---
 
 

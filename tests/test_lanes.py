@@ -187,7 +187,7 @@ def test_wide_rows_are_narrow_where_there_is_no_room():
 
 def hypergradient(monkeypatch, at_once):
     case = problem("mlp")
-    monkeypatch.setattr(factorial, "at_once", lambda problem, runs: at_once)
+    monkeypatch.setattr(factorial, "at_once", lambda problem, *runs: at_once)
     return lh.hypergradient(case.task, lh.sgd(), HYPERS, steps=STEPS, engine=lh.Factorial())
 
 
@@ -201,7 +201,7 @@ def test_a_design_is_the_same_in_groups_of_any_size(monkeypatch, at_once):
 
 @pytest.mark.parametrize("at_once", [1, 5, 24])
 def test_stopped_anywhere_it_goes_on_to_the_same_bits(monkeypatch, at_once):
-    monkeypatch.setattr(factorial, "at_once", lambda problem, runs: at_once)
+    monkeypatch.setattr(factorial, "at_once", lambda problem, *runs: at_once)
     case = problem("mlp")
     with environment():
         (p,) = runs(case, seeds=[0])
@@ -290,7 +290,7 @@ def test_batches_of_other_shapes(monkeypatch):
     together = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
     smooth = lh.hypergradient(task, lh.sgd(), HYPERS, steps=STEPS, engine=lh.Factorial())
     monkeypatch.setattr(retraining, "at_once", lambda problem, runs: 1)
-    monkeypatch.setattr(factorial, "at_once", lambda problem, runs: 1)
+    monkeypatch.setattr(factorial, "at_once", lambda problem, *runs: 1)
     alone = lh.retrain(task, lh.sgd(), HYPERS, values, steps=STEPS, seeds=3)
     assert together.test_loss == pytest.approx(alone.test_loss, rel=1e-10)
     expected = lh.hypergradient(task, lh.sgd(), HYPERS, steps=STEPS, engine=lh.Factorial())

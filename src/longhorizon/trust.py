@@ -22,6 +22,7 @@ AMPLIFIED = 3.0
 CLIPPED = 0.05  # share of the Hessian product, mean over the run from when the window began; a guess so far
 AGREEING = 0.75  # share of the seeds that have the sign of their mean
 SURE = 0.84  # of a sign, by its standard error: one standard error away from zero
+EXPLODED = 5.0  # times the loss of a run that went well
 
 REMEDIES = {
     "not finite": "clip H·Z, a smaller learning rate, or a shorter run",
@@ -99,6 +100,18 @@ def among_seeds(
                 middle = f"seeds disagree: {int((1 - agreeing[w]) * len(grads) + 0.5)} of {len(grads)}"
             doubted[key].append(middle)
     return doubted
+
+
+def most_of_fine(good: float, began: float) -> float:
+    """The largest validation loss of a run that has not exploded, from that of one that went well.
+
+    One that has is worse than training began, too; where that is not known (NaN), only the other counts, as it does
+    where the validation loss has larger units than the training loss.
+
+    >>> most_of_fine(0.5, 2.3), most_of_fine(0.5, math.nan)
+    (2.5, 2.5)
+    """
+    return max(EXPLODED * abs(good), abs(began) if math.isfinite(began) else 0.0)
 
 
 def sureness(slope: float, error: float) -> float:

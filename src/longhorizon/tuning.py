@@ -26,11 +26,10 @@ from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.trust import Doubts, among_seeds, doubts, sureness
+from longhorizon.trust import Doubts, among_seeds, doubts, most_of_fine, sureness
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
 GUILTY = 0.977  # how sure a slope must be to be blamed for an explosion: two standard errors
-EXPLODED = 5.0  # times the loss of the last good run, and more than training began with
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
 Gates = Literal["off", "wait", "shrink"]
 
@@ -240,10 +239,12 @@ class Tuning:
 
         Far worse than the last good run, too, because the validation loss may have other units than the training loss.
         """
-        began = [abs(f.get("began", math.inf)) for f in self.finished]
-        if self.good is None or not val_loss > max(EXPLODED * abs(self.good[0]), *began):
+        if self.good is None or not all("began" in f for f in self.finished):  # older ones do not know
             return ""
-        return f"exploded: validation loss {val_loss:.3g}, and training began with {max(began):.3g}"
+        began = max(abs(f["began"]) for f in self.finished)
+        if not val_loss > most_of_fine(self.good[0], began):
+            return ""
+        return f"exploded: validation loss {val_loss:.3g}, and training began with {began:.3g}"
 
     def _guilty(self, grad: Values, error: Values) -> dict[str, list[int]]:
         """Which values made a run explode, by slopes that know their error: those that surely raised the loss the most.

@@ -29,6 +29,7 @@ from longhorizon.inner import State
 from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem, make_problem
 from longhorizon.result import Hypergradient, Status
+from longhorizon.trust import most_of_fine
 
 SPARE = 3  # pairs beyond the number of values: what is left to tell the error by
 
@@ -132,7 +133,7 @@ class Factorial:
 
 
 class FactorialRun:
-    """A row of training runs in progress: the middle one first, then the pairs, several at once where that pays."""
+    """A row of training runs in progress: the middle one, then the pairs, several at once where that pays."""
 
     state: State  # of the run in hand
 
@@ -151,8 +152,10 @@ class FactorialRun:
         self.losses: list[Tensor] = [loss.to(problem.device) for loss in saved["losses"]] if saved else []
         if saved is None and middle is not None:
             self.losses.append(torch.tensor(middle.val_loss, dtype=torch.float64, device=problem.device))
-        self.at_once = saved["at_once"] if saved else at_once(problem, self.total - 1)
+        left, goes = self.total - len(self.losses), 1 if self.losses else problem.runs
+        self.at_once = saved["at_once"] if saved else at_once(problem, left, goes)
         self.t = saved["t"] if saved else 0
+        self._apart = saved is not None and "apart" not in saved  # an older run: its middle one was alone
         self.middle: State = tree.unpack(problem.start, saved["middle"]) if saved else problem.start
         self._first: Tensor | None = saved["first"] if saved else None  # loss of the first step
         if self._first is not None:
@@ -185,7 +188,11 @@ class FactorialRun:
                 for i, loss in enumerate(losses):
                     self._compare(self._group[i], loss)
             self.t += 1
-            if self.t == steps:
+            if self._group[0] < 0 and self.watch.see(self.t - 1, losses[0]) is not None:
+                self.losses.append(losses.new_full((), torch.nan, dtype=torch.float64))  # the others are for nothing
+            elif self.t == steps:
+                if self._group[0] < 0:
+                    self.middle = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._lanes.lane(0))
                 self.losses += [loss.double() for loss in self._lanes.validation_losses(steps)]
                 self._next()
             return
@@ -208,11 +215,10 @@ class FactorialRun:
 
     def _compare(self, run: int, loss: Tensor) -> None:
         """Both runs of a pair begin with one loss, unless it is the loss that is shifted."""
-        if not self._same:
-            return
         if self._first is None or run % 2 == 0:
             self._first = loss
-        check_repeated(0, self._first, loss)
+        if self._same:
+            check_repeated(0, self._first, loss)
 
     def _next(self) -> None:
         """Go on with the runs that come next."""
@@ -224,14 +230,16 @@ class FactorialRun:
     def _runs(self) -> list[int]:
         """The runs to take now: −1 is the middle one, 2i and 2i + 1 are a pair."""
         first = len(self.losses) - 1
-        return [-1] if first < 0 else list(range(first, min(first + self.at_once, self.total - 1)))
+        if first < 0 and self._apart:
+            return [-1]
+        return list(range(first, min(first + self.at_once, self.total - 1)))
 
     def _begin(self, state: State | None) -> None:
         """The problems of the runs in hand, and where they begin or go on."""
         self._of_pair = {pair: made for pair, made in self._of_pair.items() if pair in {r // 2 for r in self._group}}
         problems = [self._problem(run) for run in self._group] or [self.problem]
         self._shifted, self._lanes = problems[0], None
-        if self.at_once > 1 and self._group != [-1] and self._group:  # the last one alone, too: both of a pair alike
+        if self.at_once > 1 and self._group and self._group != [-1]:  # the last one alone, too: both of a pair alike
             self._lanes = Lanes(problems, state, self.at_once, self.total * self.problem.steps)
         else:
             self.state = problems[0].start if state is None else state
@@ -245,6 +253,7 @@ class FactorialRun:
             "middle": tree.pack(self.middle),
             "first": self._first,
             "watch": self.watch.save(),
+            "apart": self._apart,
         }
 
     def result(self) -> Hypergradient:
@@ -260,6 +269,10 @@ class FactorialRun:
             status = Status("difference", problem.steps)
             return finish(problem, engine, grads, middle, self.middle, status, losses, error=errors)
         status = Status()
+        if middle > 0 and not bool((runs <= 0).any()):
+            # One that explodes says that it did, and no more: how far would bury what the others say.
+            began = math.nan if self._first is None else float(self._first)
+            runs = runs.clamp(max=most_of_fine(float(middle), began))
         slopes, error = effects(self.signs, runs, common=self.engine.seeds == "one")
         for (key, w), slope in zip(self.columns, slopes.tolist(), strict=True):
             low, high = (level[w] for level in self.levels[key])
