@@ -21,7 +21,7 @@ from longhorizon.rivals.page import COLOURS as METHOD_COLOURS
 HERE = Path(__file__).resolve().parent
 FAINT, GREY, GREEN, ORANGE = "#2a5d8f30", "#8b95a1", "#3a8f5c", "#e08e2b"
 COLOURS = {"greedy": RING, "together": GREY, "non_greedy": ORANGE, "fds": PLAIN}
-NAMES = {"greedy": "greedy, step by step", "together": "greedy, all at once"}
+NAMES = {"greedy": "greedy, step by step", "greedy_last": "the same, last rates", "together": "greedy, all at once"}
 NAMES |= {"non_greedy": "non-greedy, one per step", "fds": "FDS"}
 
 

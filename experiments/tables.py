@@ -44,6 +44,7 @@ FIGURE1 = {  # the start of a label -> what it is, and the paper's test accuracy
 }
 FIGURE3 = {
     ("mnist", "greedy"): "rates too small",
+    ("mnist", "greedy_last"): "–",
     ("mnist", "together"): "–",
     ("mnist", "non_greedy"): "works",
     ("mnist", "fds"): "works",
@@ -311,6 +312,7 @@ def _appendix_b(found: dict[str, Any] | None) -> list[str]:
 def _figure3(found: dict[str, Any] | None, data: str, method: str, paper: str) -> list[str]:
     what = {
         "greedy": "greedy, each rate before the next step",
+        "greedy_last": "the same, the last of each 50 rates instead of the best",
         "together": "greedy, all rates at once",
         "non_greedy": "non-greedy, one rate per step",
         "fds": "FDS, W ≈ 50",

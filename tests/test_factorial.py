@@ -39,21 +39,25 @@ def straight(scale=lambda seed: 1.0):
 
 
 class Cliff(nn.Module):
-    """A loss that rises a little with every learning rate, and without bounds where the last one is below zero."""
+    """x falls with the first learning rates and y with the last one."""
 
     def __init__(self):
         super().__init__()
-        self.x = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.x, self.y = (nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(2))
 
 
-def cliff(noise=0.0):
-    def val(seed):
-        return [torch.tensor(noise * math.sin(7.0 * seed), dtype=torch.float64)]
+def cliff():
+    """The loss falls gently with x, and explodes where y has risen, by as much as chance has it."""
 
-    def loss(model, batch):  # every step moves x by -lr: slopes of 0.1, and what is left of zero at the end is the last
-        return torch.where(model.x > 1.0, 1e6 * model.x, 1.0 - 0.1 * model.x) + batch
+    def loss(model, batch):
+        if batch is not None:
+            return 2.4 + batch * model.x + (1 - batch) * model.y
+        return 0.5 + 0.1 * model.x + torch.where(model.y > 0, model.y * (14 + 6 * (999 * model.x).sin()).exp(), 0.0)
 
-    return lh.Task(Cliff, loss, lambda seed: [torch.zeros((), dtype=torch.float64)] * 8, val)
+    def train(seed):
+        return [torch.tensor(float(t < 9), dtype=torch.float64) for t in range(12)]
+
+    return lh.Task(Cliff, loss, train, lambda seed: [None])
 
 
 # --- designs ---
@@ -244,3 +248,31 @@ def test_every_pair_expects_as_many_runs_as_the_middle_one():
         made.runs = 12
         run = lh.Factorial().begin(made)
         assert {run._problem(i).runs for i in range(-1, run.total - 1)} == {12}
+
+
+def test_runs_that_explode_do_not_bury_what_the_others_say(monkeypatch):
+    """Here whenever the last learning rate is shifted below zero."""
+    hypers = {"lr": lh.Hyper([0.3, 0.3, 0.3, 0.05], windows=4)}
+    engine = lh.Factorial({"lr": 0.1})
+    found = lh.hypergradient(cliff(), lh.sgd(), hypers, steps=12, engine=engine)
+    assert (found.grad["lr"] < -3 * found.error["lr"]).all()
+    monkeypatch.setattr("longhorizon.engines.factorial.most_of_fine", lambda good, began: math.inf)
+    buried = lh.hypergradient(cliff(), lh.sgd(), hypers, steps=12, engine=engine)
+    assert (buried.grad["lr"][:3].abs() < 3 * buried.error["lr"][:3]).all()
+
+
+def test_the_middle_run_goes_along_with_the_others(monkeypatch):
+    """Its loss, its model and what it trained with are those of a run alone; one that diverges ends all of them."""
+    together, alone = slopes(lh.Factorial()), slopes(lh.Adjoint())
+    assert together.val_loss == pytest.approx(alone.val_loss, rel=1e-12)
+    torch.testing.assert_close(together.train_loss, alone.train_loss, rtol=1e-12, atol=0)
+    for name, p in alone.params.items():
+        torch.testing.assert_close(together.params[name], p, rtol=1e-10, atol=1e-12)
+    with environment():
+        run = lh.Factorial().begin(make_problem(problem("quadratic").task, lh.sgd(), {"lr": lh.Hyper(1e200)}, 9, 0))
+        steps = 0
+        while not run.done:
+            run.advance()
+            steps += 1
+    assert run.result().status.what == "loss"
+    assert steps < 9

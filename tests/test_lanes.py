@@ -223,6 +223,30 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(monkeypatch, at_once):
                 assert torch.equal(again.result().grad[key], expected.grad[key])
 
 
+def test_a_checkpoint_of_before_the_middle_run_went_along_goes_on(monkeypatch):
+    monkeypatch.setattr(factorial, "at_once", lambda problem, *runs: 24)
+    case = problem("mlp")
+    with environment():
+        (p,) = runs(case, seeds=[0])
+        expected = lh.Factorial().begin(p)
+        while not expected.done:
+            expected.advance()
+        old = lh.Factorial().begin(p)
+        old._apart, old._group = True, [-1]
+        old._begin(None)
+        for _ in range(3):
+            old.advance()
+        saved = old.save()
+        assert saved.pop("apart")
+        (p,) = runs(case, seeds=[0])
+        again = lh.Factorial().begin(p, through_a_file(saved))
+        assert again.side_by_side == 1
+        while not again.done:
+            again.advance()
+        for key in HYPERS:
+            torch.testing.assert_close(again.result().grad[key], expected.result().grad[key], rtol=1e-7, atol=0)
+
+
 def test_retraining_side_by_side_is_retraining_one_by_one(monkeypatch):
     case, values, done = Case(task_of(mlp)), {"lr": [0.1, 0.3], "momentum": [0.5]}, []
     task = dataclasses.replace(case.task, test=lambda: case.task.val(0), metrics=lambda model, batch: {"one": 1.0})

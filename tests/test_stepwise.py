@@ -39,6 +39,19 @@ def test_each_rate_is_the_best_for_its_step():
     assert run.failed is None
 
 
+def test_the_best_of_a_steps_rates_is_taken_where_they_go_back_and_forth():
+    """Two clipped steps lead there and back: the last rate is the first one, and no step was taken."""
+    with environment():
+        p = make_problem(bowl(), lh.sgd(), {"lr": lh.Hyper(0.0)}, 3, 0)
+        outer = lh.GradientDescent(1e9, clip=0.7e-9)  # from 0 to 0.7, where 0.5 is best, and back
+        last, best = Stepwise(p, 2, outer, keep="last"), Stepwise(p, 2, outer)
+        for run in (last, best):
+            finished(run)
+    assert last.learnt["lr"].tolist() == pytest.approx([0, 0, 0], abs=1e-12)
+    assert best.learnt["lr"].tolist() == pytest.approx([0.7, 0.7, 0.7])
+    assert best.val_losses.tolist() == pytest.approx([float(last.val_losses[0]) * 0.4 ** (2 * n) for n in (1, 2, 3)])
+
+
 @pytest.mark.parametrize("rule", ["sgd", "adam", "clipped"])
 def test_against_central_differences(rule):
     """One outer step of rate 1 moves a value by its hypergradient: of the validation loss right after the step."""
@@ -46,7 +59,7 @@ def test_against_central_differences(rule):
     hypers = {k: h for k, h in setting.hypers.items() if h.learn}
     with environment():
         p = make_problem(case.task, setting.rule, hypers, 3, 1)
-        run = Stepwise(p, 1, lh.GradientDescent(1.0))
+        run = Stepwise(p, 1, lh.GradientDescent(1.0), keep="last")
         run.advance()
         before = run.state
         run.advance()

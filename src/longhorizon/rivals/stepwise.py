@@ -5,12 +5,16 @@ state is held, λ_t begins where all begin, and goes down the validation loss ri
 
     θ' = u(θ_{t-1}, g, memory, λ_t)        λ_t ← outer(λ_t, ∂L_val(θ')/∂λ_t)        then θ_t = θ'
 
+Of the λ_t on that way the one with the lowest validation loss is taken (early stopping): with a fixed rate the last one
+may be anywhere, at the beginning for instance, where λ_t goes back and forth between two values.
+
 `Greedy` with `tune` has the same fixed points, but moves all λ_t at once: a step's λ then answers to a run that the
 others are about to change. The gradient g is taken once per step, a pass over the validation set once per outer step.
 """
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,10 +36,18 @@ class Stepwise:
         outer_steps: for every step.
         outer: how λ_t moves.
         saved: what `save` returned.
+        keep: which λ_t is taken, the best or the last.
     """
 
-    def __init__(self, problem: Problem, outer_steps: int, outer: Outer, saved: dict[str, Any] | None = None):
-        self.problem, self.outer_steps, self.outer = problem, outer_steps, outer
+    def __init__(
+        self,
+        problem: Problem,
+        outer_steps: int,
+        outer: Outer,
+        saved: dict[str, Any] | None = None,
+        keep: Literal["best", "last"] = "best",
+    ):
+        self.problem, self.outer_steps, self.outer, self.keep = problem, outer_steps, outer, keep
         self.keys = [key for key in problem.learnt if argument(key) in problem.rule.defaults]
         self._hypers = {key: replace(problem.hypers[key], windows=1) for key in self.keys}
         self.watch = Watch(problem, saved and saved["watch"])
@@ -64,16 +76,21 @@ class Stepwise:
                 moved, memory = inner.update(self.state.params, grads, self.state.memory, hypers)
             return State(moved, buffers, memory)
 
+        tried = []
         for _ in range(self.outer_steps):
             used = now | self._as_hypers(values)
-            _, slope, _ = problem.validate(after(used), step + 1, compiled=True)
+            val_loss, slope, _ = problem.validate(after(used), step + 1, compiled=True)
+            tried.append((float(val_loss.detach()), values))
             found = one_step_hypergradient(inner, self.state, grads, used, self.keys, slope.params)
             mean = {key: g.detach().double().cpu().reshape(1) for key, g in found.items()}
             values, rates = self.outer.update(values, mean, rates, self._hypers)
+        last = problem.validate(after(now | self._as_hypers(values)), step + 1, compiled=True)[0]
+        tried.append((float(last.detach()), values))
+        fine = [one for one in tried if math.isfinite(one[0])] if self.keep == "best" else []
+        self.val_losses[step], values = min(fine, key=lambda one: one[0]) if fine else tried[-1]
         self.state = after(now | self._as_hypers(values))
         for key, value in values.items():
             self.learnt[key][step] = value[0]
-        self.val_losses[step] = problem.validate(self.state, step + 1, compiled=True)[0].detach().cpu()
         self.failed = self.watch.see(step, loss.detach())
         self.t += 1
 
