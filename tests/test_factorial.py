@@ -47,12 +47,13 @@ class Cliff(nn.Module):
 
 
 def cliff():
-    """The loss falls gently with x, and explodes where y has risen, by as much as chance has it."""
+    """The loss falls gently with x, and explodes where y has fallen far, by as much as chance has it."""
 
     def loss(model, batch):
         if batch is not None:
             return 2.4 + batch * model.x + (1 - batch) * model.y
-        return 0.5 + 0.1 * model.x + torch.where(model.y > 0, model.y * (14 + 6 * (999 * model.x).sin()).exp(), 0.0)
+        far = (14 + 6 * (999 * model.x).sin()).exp()
+        return 0.5 + 0.1 * model.x + torch.where(model.y < -1, far, 0.0)
 
     def train(seed):
         return [torch.tensor(float(t < 9), dtype=torch.float64) for t in range(12)]
@@ -204,15 +205,16 @@ def test_the_distance_follows_the_outer_step():
 
 def test_a_run_that_diverges_everywhere_is_a_status():
     def at(lr, distance):
-        return compute_quadratic({"lr": lh.Hyper(lr)}, lh.Factorial({"lr": distance}))
+        hypers = {"lr": lh.Hyper(lr, learn=False), "momentum": lh.Hyper(0.5)}
+        return compute_quadratic(hypers, lh.Factorial({"momentum": distance}))
 
     found = at(1e200, 1.0)
     assert found.status.what == "loss"
-    assert found.grad["lr"].isnan().all()
+    assert found.grad["momentum"].isnan().all()
     far = at(0.1, 1e200)
     assert far.status.what == "difference"
     assert math.isfinite(far.val_loss)
-    assert far.grad["lr"].isnan().all()
+    assert far.grad["momentum"].isnan().all()
 
 
 BAD = {
@@ -250,12 +252,25 @@ def test_every_pair_expects_as_many_runs_as_the_middle_one():
         assert {run._problem(i).runs for i in range(-1, run.total - 1)} == {12}
 
 
+def test_a_learning_rate_is_not_shifted_below_zero():
+    hypers = {"lr": lh.Hyper([0.0, 0.05, -0.05], windows=3, step=0.1), "momentum": lh.Hyper(0.0, step=0.1)}
+    with environment():
+        made = make_problem(problem("mlp").task, lh.sgd(), hypers, 9, 0)
+    low, high = lh.Factorial().levels(made)["lr"]
+    assert low.tolist() == pytest.approx([0.0, 0.0, -0.15])  # one that is there already may go either way
+    assert high.tolist() == pytest.approx([0.1, 0.15, 0.05])
+    assert lh.Factorial().levels(made)["momentum"][0].tolist() == [-0.1]
+    found = compute_quadratic({"lr": lh.Hyper([0.0, 0.0], windows=2, step=1e-5)}, lh.Factorial())
+    exact = compute_quadratic({"lr": lh.Hyper([0.0, 0.0], windows=2)}, lh.Adjoint())
+    torch.testing.assert_close(found.grad["lr"], exact.grad["lr"], rtol=1e-2, atol=0)  # the chord of one side
+
+
 def test_runs_that_explode_do_not_bury_what_the_others_say(monkeypatch):
-    """Here whenever the last learning rate is shifted below zero."""
-    hypers = {"lr": lh.Hyper([0.3, 0.3, 0.3, 0.05], windows=4)}
+    """Here whenever the last learning rate is shifted up."""
+    hypers = {"lr": lh.Hyper([0.3] * 4, windows=4)}
     engine = lh.Factorial({"lr": 0.1})
     found = lh.hypergradient(cliff(), lh.sgd(), hypers, steps=12, engine=engine)
-    assert (found.grad["lr"] < -3 * found.error["lr"]).all()
+    assert (found.grad["lr"] * torch.tensor([-1, -1, -1, 1]) > 3 * found.error["lr"]).all()
     monkeypatch.setattr("longhorizon.engines.factorial.most_of_fine", lambda good, began: math.inf)
     buried = lh.hypergradient(cliff(), lh.sgd(), hypers, steps=12, engine=engine)
     assert (buried.grad["lr"][:3].abs() < 3 * buried.error["lr"][:3]).all()

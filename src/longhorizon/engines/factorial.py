@@ -46,7 +46,7 @@ class Factorial:
     Args:
         distance: how far each value is shifted. A number is a fraction of γ, the outer step (`Hyper.step`; in `tune`
             the current one). A mapping gives it per key, in the value's own scale (ln for the log scale), one number or
-            one per window. Bounds are kept.
+            one per window. Bounds are kept, and a learning rate is not shifted below zero, where training goes uphill.
         pairs: at least how many pairs of runs; there are never fewer than values. By default three more than values,
             rounded up to an order that has a design (4, 8, 12, 16, 20, 24, 32 …).
         seeds: "each" gives every pair a seed of its own; "one" keeps the run's for all of them, for the slope of that
@@ -128,6 +128,8 @@ class Factorial:
             hyper, value, by = problem.hypers[key], problem.values[key], self.distances(problem, key)
             low, high = (value * (-by).exp(), value * by.exp()) if hyper.scale == "log" else (value - by, value + by)
             least, most = -math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high
+            if argument(key) == "lr":
+                low = torch.where(value >= 0, low.clamp(min=0.0), low)
             found[key] = (low.clamp(least, most), high.clamp(least, most))
         return found
 
