@@ -2,7 +2,7 @@
 
 Shows: the schedules after 50 outer steps, and the test accuracy of a LeNet trained with them from scratch:
     greedy      H = 1, one learning rate per step, each learnt by 50 outer steps before the next step is taken
-    greedy_last the same with the last learning rate of each 50, where greedy has the best (early stopping)
+    greedy_last the same with the last learning rate of each 50, where greedy has the best; only if asked for
     together    H = 1, one learning rate per step, 50 outer steps of all of them at once
     non_greedy  through the whole run, one learning rate per step
     fds         through the whole run, learning rates shared over W ≈ 50 steps
@@ -38,6 +38,7 @@ from longhorizon.rivals.stepwise import Stepwise
 
 METHODS = ("greedy", "greedy_last", "together", "non_greedy", "fds")
 ALL = (*METHODS, "cosine")
+USUAL = [method for method in ALL if method != "greedy_last"]
 EVERY = 50  # steps between two saves of the greedy run
 PEAKS = (0.01, 0.03, 0.1)
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=3.0, help="bound of a hypergradient in the outer step")
     parser.add_argument("--seed", type=int, default=0, help="of the tuning runs")
     parser.add_argument("--compile", choices=["auto", "yes", "no"], default="auto", help="the adjoint's step")
-    parser.add_argument("--methods", default=",".join(ALL), help="names, with commas between them")
+    parser.add_argument("--methods", default=",".join(USUAL), help="names, with commas between them")
     parser.add_argument("--keep", action="store_true", help="do not run again what is in the result already")
     args = record.parse(parser)
     if unknown := [name for name in args.methods.split(",") if name not in ALL]:
@@ -134,30 +135,42 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, f
             )
             return summary(tuned)
 
-        row = work.unit(f"learnt-{method}", learnt)
+        before = work.seconds()
+        unit = "greedy_best" if method == "greedy" else method  # work folders from when it kept the last
+        row = work.unit(f"learnt-{unit}", learnt)
         shutil.rmtree(folder, ignore_errors=True)  # a journal of so many values is large, and all that matters is here
         tests = {
             "test": record.tested(
-                work, f"{method}-stopped", task, rule, hypers, row["stopped"], full, settings["test_seeds"], traces
+                work, f"{unit}-stopped", task, rule, hypers, row["stopped"], full, settings["test_seeds"], traces
             ),
             "test_last": record.tested(
-                work, f"{method}-last", task, rule, hypers, row["last"], full, settings["test_seeds"], traces
+                work, f"{unit}-last", task, rule, hypers, row["last"], full, settings["test_seeds"], traces
             ),
         }
         row |= {"last": rounded(row["last"]["lr"]), "stopped": rounded(row["stopped"]["lr"])}
-        methods[method] = {"windows": windows} | row | tests
+        methods[method] = {"windows": windows} | row | tests | made_here(args, work, before)
     peaks = [peak for peak in settings["peaks"] if "cosine" in args.methods.split(",")]
     for peak in peaks:
         if args.keep and f"cosine {peak:g}" in methods:
             continue
-        lr = [peak * x for x in record.cosine(full)]
+        before, lr = work.seconds(), [peak * x for x in record.cosine(full)]
         hypers = {"lr": lh.Hyper(lr, windows=full)}
         test = record.tested(
             work, f"cosine-{peak:g}", task, rule, hypers, {"lr": lr}, full, settings["test_seeds"], traces
         )
-        methods[f"cosine {peak:g}"] = {"peak": peak, "test": test}
+        methods[f"cosine {peak:g}"] = {"peak": peak, "test": test} | made_here(args, work, before)
     order = (*METHODS, *(f"cosine {p:g}" for p in settings["peaks"]))
     found["methods"] = {name: methods[name] for name in order if name in methods}
+
+
+def made_here(args: Any, work: record.Work, before: float) -> dict[str, Any]:
+    """Where a part of the result comes from, if all of it was made now: other calls may have made the other parts."""
+    if before and work.seconds() == before:  # it was in the work folder already
+        return {}
+    env = record.environment(args.device.split(":")[0])
+    where = {name: env.get(name) for name in ("date", "commit", "cpu", "threads", "gpu")}
+    where |= {"commit": args.commit} if args.commit else {}
+    return {"made": where | {"command": args.command, "seconds": work.seconds() - before}}
 
 
 def step_by_step(name: str, problem: Problem, outer_steps: int, outer: Any, path: Path, keep: Any) -> dict[str, Any]:

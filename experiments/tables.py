@@ -92,16 +92,8 @@ def table(results: Path = RESULTS) -> str:
     for (data, method), paper in FIGURE3.items():
         found = _result(results, "figure3") or _result(results, f"figure3-{data}")
         rows.append([f"Figure 3, {data.upper()}", *_figure3(found, data, method, paper)])
-        rows[-1] += _where(None if rows[-1][-1] == NOT_RUN else found, "python experiments/figure3.py")
         if method == "fds":
-            rows += [
-                [
-                    f"Figure 3, {data.upper()}",
-                    *row,
-                    *_where(None if row[-1] == NOT_RUN else found, "python experiments/figure3.py"),
-                ]
-                for row in _cosines(found, data)
-            ]
+            rows += [[f"Figure 3, {data.upper()}", *row] for row in _cosines(found, data)]
     found = _figure4(results)
     rows.append(["Figure 4", "FDS, test accuracy", "89.2 ± 0.2 % (best known, matched)", _fds(found)])
     rows[-1] += _where(found[0] if found else None, "python experiments/figure4.py", found)
@@ -213,8 +205,7 @@ def _unfinished(found: dict[str, Any], cards: list[dict[str, Any]]) -> str:
 
 def _device(cards: list[dict[str, Any]]) -> tuple[str, str]:
     """Where entrants ran, and whether others did at the same time."""
-    place = cards[-1]["sittings"][-1]
-    where = place.get("gpu") or f"{place['cpu']}, {place['threads']} threads"
+    where = _hardware(cards[-1]["sittings"][-1])
     return where, ", device shared" if any(s.get("shared") for card in cards for s in card["sittings"]) else ""
 
 
@@ -319,22 +310,31 @@ def _figure3(found: dict[str, Any] | None, data: str, method: str, paper: str) -
     }[method]
     row = None if found is None else found["sets"].get(data, {"methods": {}})["methods"].get(method)
     if row is None:
-        return [what, paper, NOT_RUN]
+        return [what, paper, NOT_RUN, *_made(None, None)]
     lr = row["stopped"]
     ours = f"rates {min(lr):.2g} to {max(lr):.2g}, test {_accuracy(row['test']['accuracy'])}"
-    if row["stopped_at"] is None:
-        return [what, paper, ours]
-    return [what, paper, f"{ours} (after all outer steps {_accuracy(row['test_last']['accuracy'])})"]
+    if row["stopped_at"] is not None:
+        ours += f" (after all outer steps {_accuracy(row['test_last']['accuracy'])})"
+    return [what, paper, ours, *_made(found, row)]
+
+
+def _made(found: dict[str, Any] | None, row: dict[str, Any] | None) -> list[str]:
+    """Where a part of Figure 3 comes from: calls on other machines may have made the others."""
+    if found is None or row is None or "made" not in row:
+        return _where(found if row else None, "python experiments/figure3.py")
+    made = row["made"]
+    took = _duration(made["seconds"]) if "seconds" in made else f"{_duration(made['call_seconds'])} for all of its call"
+    return [f"`{made['command']}`", took, _hardware(made)]
 
 
 def _cosines(found: dict[str, Any] | None, data: str) -> list[list[str]]:
     if found is None or data not in found["sets"]:
-        return [["cosine, off the shelf", "–", NOT_RUN]]
+        return [["cosine, off the shelf", "–", NOT_RUN, *_made(None, None)]]
     rows = found["sets"][data]["methods"]
     if not any("peak" in row for row in rows.values()):
         return _cosines(None, data)
     return [
-        [f"cosine from {row['peak']:g}", "–", f"test {_accuracy(row['test']['accuracy'])}"]
+        [f"cosine from {row['peak']:g}", "–", f"test {_accuracy(row['test']['accuracy'])}", *_made(found, row)]
         for row in rows.values()
         if "peak" in row
     ]
@@ -367,13 +367,12 @@ def _accuracy(values: list[float]) -> str:
 def _where(found: dict[str, Any] | None, command: str, several: list[dict[str, Any]] | None = None) -> list[str]:
     if found is None:
         return [f"`{command}`", NOT_RUN, "–"]
-    place = found["environment"]
     seconds = mean(one["seconds"] for one in several or [found])
-    return [
-        f"`{found['command']}`",
-        _duration(seconds),
-        place.get("gpu") or f"{place['cpu']}, {place['threads']} threads",
-    ]
+    return [f"`{found['command']}`", _duration(seconds), _hardware(found["environment"])]
+
+
+def _hardware(place: dict[str, Any]) -> str:
+    return place.get("gpu") or f"{place['cpu']}, {place['threads']} threads"
 
 
 def _duration(seconds: float) -> str:

@@ -46,14 +46,14 @@ class Cliff(nn.Module):
         self.x, self.y = (nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in range(2))
 
 
-def cliff():
+def cliff(far=None):
     """The loss falls gently with x, and explodes where y has fallen far, by as much as chance has it."""
 
     def loss(model, batch):
         if batch is not None:
             return 2.4 + batch * model.x + (1 - batch) * model.y
-        far = (14 + 6 * (999 * model.x).sin()).exp()
-        return 0.5 + 0.1 * model.x + torch.where(model.y < -1, far, 0.0)
+        more = (14 + 6 * (999 * model.x).sin()).exp() if far is None else far
+        return 0.5 + 0.1 * model.x + torch.where(model.y < -1, more, 0.0)
 
     def train(seed):
         return [torch.tensor(float(t < 9), dtype=torch.float64) for t in range(12)]
@@ -271,23 +271,43 @@ def test_runs_that_explode_do_not_bury_what_the_others_say(monkeypatch):
     engine = lh.Factorial({"lr": 0.1})
     found = lh.hypergradient(cliff(), lh.sgd(), hypers, steps=12, engine=engine)
     assert (found.grad["lr"] * torch.tensor([-1, -1, -1, 1]) > 3 * found.error["lr"]).all()
+    for far in (1e3, 1e30, math.inf, math.nan):  # how far does not matter
+        other = lh.hypergradient(cliff(far), lh.sgd(), hypers, steps=12, engine=engine)
+        assert other.grad["lr"].tolist() == pytest.approx(found.grad["lr"].tolist(), rel=1e-9), far
     monkeypatch.setattr("longhorizon.engines.factorial.most_of_fine", lambda good, began: math.inf)
     buried = lh.hypergradient(cliff(), lh.sgd(), hypers, steps=12, engine=engine)
     assert (buried.grad["lr"][:3].abs() < 3 * buried.error["lr"][:3]).all()
 
 
-def test_the_middle_run_goes_along_with_the_others(monkeypatch):
-    """Its loss, its model and what it trained with are those of a run alone; one that diverges ends all of them."""
+def test_the_middle_run_goes_along_with_the_others():
+    """Its loss, its model and what it trained with are those of a run alone."""
     together, alone = slopes(lh.Factorial()), slopes(lh.Adjoint())
     assert together.val_loss == pytest.approx(alone.val_loss, rel=1e-12)
     torch.testing.assert_close(together.train_loss, alone.train_loss, rtol=1e-12, atol=0)
     for name, p in alone.params.items():
         torch.testing.assert_close(together.params[name], p, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["training", "validation"])
+def test_a_middle_run_that_diverges_ends_all_of_them(when):
+    def loss(model, batch):
+        found = (model(batch) - 1).square().mean()
+        return found * torch.where(batch[0, 0] < 0, math.nan, 1.0)
+
+    sign = -1.0 if when == "validation" else 1.0
+    task = lh.Task(
+        lambda: nn.Linear(2, 1).double(),
+        loss,
+        lambda seed: [torch.ones(4, 2, dtype=torch.float64) for _ in range(9)],
+        lambda seed: [sign * torch.ones(4, 2, dtype=torch.float64)],
+    )
     with environment():
-        run = lh.Factorial().begin(make_problem(problem("quadratic").task, lh.sgd(), {"lr": lh.Hyper(1e200)}, 9, 0))
-        steps = 0
+        made = make_problem(task, lh.sgd(), {"lr": lh.Hyper(0.1 if sign < 0 else 1e200, step=0.01)}, 9, 0)
+        run, steps = lh.Factorial(pairs=20).begin(made), 0
+        assert run.side_by_side > 20
         while not run.done:
             run.advance()
             steps += 1
-    assert run.result().status.what == "loss"
-    assert steps < 9
+    assert run.result().status.what == ("validation loss" if sign < 0 else "loss")
+    assert steps <= 9  # and no other group of runs
+    assert not torch.equal(run.result().params["weight"], made.start.params["weight"])

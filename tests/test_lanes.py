@@ -223,28 +223,46 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(monkeypatch, at_once):
                 assert torch.equal(again.result().grad[key], expected.grad[key])
 
 
-def test_a_checkpoint_of_before_the_middle_run_went_along_goes_on(monkeypatch):
+@pytest.mark.parametrize("key", ["lr", "momentum"])
+def test_a_checkpoint_of_before_the_middle_run_went_along_goes_on(monkeypatch, key):
+    """However often it is stopped; and its runs are shifted below zero, as they were."""
     monkeypatch.setattr(factorial, "at_once", lambda problem, *runs: 24)
-    case = problem("mlp")
+    engine, hypers = lh.Factorial(), {key: lh.Hyper(0.0, step=0.01)}
+
+    def begun(saved=None):
+        return engine.begin(
+            make_problem(problem("mlp").task, lh.sgd(), hypers, STEPS, 0), saved and through_a_file(saved)
+        )
+
+    def finished(run):
+        while not run.done:
+            run.advance()
+        return run.result().grad[key]
+
     with environment():
-        (p,) = runs(case, seeds=[0])
-        expected = lh.Factorial().begin(p)
-        while not expected.done:
-            expected.advance()
-        old = lh.Factorial().begin(p)
-        old._apart, old._group = True, [-1]
+        old = begun()
+        old._apart, old._group, old.levels = True, [-1], engine.levels(old.problem, below_zero=True)
         old._begin(None)
         for _ in range(3):
             old.advance()
-        saved = old.save()
-        assert saved.pop("apart")
-        (p,) = runs(case, seeds=[0])
-        again = lh.Factorial().begin(p, through_a_file(saved))
+        saved = {name: part for name, part in old.save().items() if name not in ("apart", "levels")}
+        again = begun(saved)
         assert again.side_by_side == 1
-        while not again.done:
-            again.advance()
-        for key in HYPERS:
-            torch.testing.assert_close(again.result().grad[key], expected.result().grad[key], rtol=1e-7, atol=0)
+        again.advance()
+        twice = begun(again.save())
+        assert twice.side_by_side == 1
+        expected = finished(old)
+        torch.testing.assert_close(finished(again), expected, rtol=1e-7, atol=0)
+        torch.testing.assert_close(finished(twice), expected, rtol=1e-7, atol=0)
+        assert (key == "lr") != torch.allclose(finished(begun()), expected, rtol=1e-7, atol=0)
+
+
+def test_a_design_knows_how_often_it_will_be_made(monkeypatch):
+    told = []
+    monkeypatch.setattr(factorial, "at_once", lambda problem, *how: told.append(how) or 1)
+    task, hypers = problem("mlp").task, {"lr": lh.Hyper(0.1, step=0.01)}
+    lh.tune(task, lh.sgd(), hypers, steps=STEPS, outer_steps=3, engine=lh.Factorial())
+    assert told == [(9, 3)] * 3  # the middle one and four pairs, in three outer steps
 
 
 def test_retraining_side_by_side_is_retraining_one_by_one(monkeypatch):

@@ -189,32 +189,46 @@ class Told:
         return run
 
 
-FALLS = {"lr": [-1.0, 1.0], "momentum": [-1.0], "weight_decay": [-1.0]}
+FALLS = {"lr": [-1.0, -1.0], "momentum": [-1.0], "weight_decay": [-1.0]}
 SURE = {"lr": [0.1, 0.1], "momentum": [0.1], "weight_decay": [0.1]}
 
 
 def test_only_what_made_a_run_explode_goes_back():
     """Here the second learning rate, by its slope; weight decay would help, too, but it has not done it."""
-    slopes = {"lr": [0.1, -1.0], "momentum": [0.5], "weight_decay": [-1.0]}
+    slopes = {"lr": [0.1, 1.0], "momentum": [0.5], "weight_decay": [-1.0]}
     error = {"lr": [0.1, 0.1], "momentum": [0.4], "weight_decay": [0.1]}
     engine = Told((1.0, FALLS, SURE), (1e6, slopes, error))
     first, second = tune(engine=engine, outer_steps=2, outer=lh.SignDescent(growth=1.5)).history
     assert second.status.endswith("; lr 2 goes back")
     assert second.exploded
-    assert first.next["lr"].tolist() == [0.1, -0.1]
-    assert second.next["lr"].tolist() == [0.1, -0.05]
+    assert first.next["lr"].tolist() == [0.1, 0.1]
+    assert second.next["lr"].tolist() == [0.1, 0.05]
     assert second.next["momentum"].tolist() == first.next["momentum"].tolist()
     assert second.next["weight_decay"].tolist() == first.next["weight_decay"].tolist()
     assert second.outer["gamma"]["lr"].tolist() == [0.1, 0.05]
-    assert second.outer["sign"]["lr"].tolist() == [-1.0, -1.0]  # to go there again is to turn round again
+    assert second.outer["sign"]["lr"].tolist() == [-1.0, 1.0]  # to go there again is to turn round again
 
 
-@pytest.mark.parametrize(("val_loss", "exploded"), [(12.3, True), (4.0, False), (0.9, False)])
-def test_a_run_explodes_that_ends_worse_than_it_began_and_five_times_worse_than_the_last(val_loss, exploded):
+@pytest.mark.parametrize(
+    ("good", "val_loss", "exploded"), [(0.46, 12.3, True), (0.9, 4.0, False), (0.3, 2.0, False), (0.3, 2.6, True)]
+)
+def test_a_run_explodes_that_ends_worse_than_it_began_and_five_times_worse_than_the_last(good, val_loss, exploded):
     """As on CIFAR-10, with a learning rate of -0.002: from 0.46 to 12.3, where training had begun with 2.4."""
-    task = make_task(loss=lambda model, batch: loss(model, batch) * 0 + 2.4 + loss(model, batch) * 1e-3)
-    engine = Told((0.9, FALLS, SURE), (val_loss, {**FALLS, "lr": [-1.0, -1.0]}, SURE))
+    task = make_task(loss=lambda model, batch: 2.4 + loss(model, batch) * 1e-3)
+    engine = Told((good, FALLS, SURE), (val_loss, FALLS, SURE))
     assert tune(task=task, engine=engine, outer_steps=2).history[1].exploded == exploded
+
+
+@pytest.mark.parametrize("outer", [None, lh.SignDescent(growth=1.5), lh.GradientDescent(1.0)])
+def test_a_learning_rate_that_was_not_shifted_below_zero_does_not_move_there(outer):
+    rises = {"lr": [1.0, 1.0], "momentum": [1.0], "weight_decay": [0.0]}
+    known = {"lr": [0.1, math.nan], "momentum": [0.1], "weight_decay": [0.1]}  # the second one's slope is exact
+    engine = Told((1.0, FALLS, SURE), *[(1.0, rises, known)] * 4)
+    run = tune(engine=engine, outer_steps=5, outer=outer)
+    first, second = run.schedule["lr"].tolist()
+    assert first == 0
+    assert second < 0
+    assert run.schedule["momentum"].item() < 0
 
 
 def test_explosions_in_a_row_lead_back_to_where_it_went_well_and_no_further():
@@ -230,9 +244,9 @@ def test_explosions_in_a_row_lead_back_to_where_it_went_well_and_no_further():
 @pytest.mark.parametrize(
     ("slopes", "error", "outer"),
     [
-        ({"lr": [0.1, -0.1], "momentum": [0.1], "weight_decay": [0.0]}, SURE, None),  # nobody surely
-        ({"lr": [0.1, -1.0], "momentum": [0.1], "weight_decay": [0.0]}, SURE, lh.GradientDescent()),
-        ({"lr": [0.1, -1.0], "momentum": [0.1], "weight_decay": [0.0]}, {}, None),  # not known how sure
+        ({"lr": [0.1, 0.1], "momentum": [0.1], "weight_decay": [0.0]}, SURE, None),  # nobody surely
+        ({"lr": [0.1, 1.0], "momentum": [0.1], "weight_decay": [0.0]}, SURE, lh.GradientDescent()),
+        ({"lr": [0.1, 1.0], "momentum": [0.1], "weight_decay": [0.0]}, {}, None),  # not known how sure
     ],
 )
 def test_where_nobody_is_to_blame_all_go_back(slopes, error, outer):

@@ -32,7 +32,7 @@ class OuterStep:
     doubts: Doubts = field(default_factory=dict)  # per key and window, what speaks against its hypergradient, or ""
     error: Values = field(default_factory=dict)  # of grad, a standard error; NaN or missing where it is not known
     held: dict[str, list[int]] = field(default_factory=dict)  # per key, the windows that the gate kept from moving
-    exploded: bool = False  # training ended finite, but worse than it began
+    exploded: bool = False  # training ended finite, but worse than it began, and far worse than before
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; floats keep all their digits."""

@@ -17,6 +17,7 @@ from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
 from longhorizon.engines.choose import trusted
 from longhorizon.engines.entry import check_engine
+from longhorizon.engines.factorial import within_shifts
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
@@ -188,6 +189,7 @@ class Tuning:
                 windows = {key: [w for w, doubt in enumerate(reasons) if doubt] for key, reasons in doubted.items()}
                 held = {key: some for key, some in windows.items() if some}
             self.values, self.outer_state = self.outer.update(at, _without(mean, held), self.outer_state, self.hypers)
+            self.values = within_shifts(self.values, at, error)
             if self.gate == "shrink":
                 self.outer_state = _shrunk(self.outer_state, held, self.outer)
         elif exploded and (guilty := self._guilty(grad, error)):
@@ -241,7 +243,7 @@ class Tuning:
         """
         if self.good is None or not all("began" in f for f in self.finished):  # older ones do not know
             return ""
-        began = max(abs(f["began"]) for f in self.finished)
+        began = max((abs(f["began"]) for f in self.finished if math.isfinite(f["began"])), default=math.nan)
         if not val_loss > most_of_fine(self.good[0], began):
             return ""
         return f"exploded: validation loss {val_loss:.3g}, and training began with {began:.3g}"

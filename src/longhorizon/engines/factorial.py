@@ -9,8 +9,9 @@ value's slope comes from all runs:
     slope_j = Σ_i x_ij (ln L(λ + x_i δ) − ln L(λ − x_i δ)) / (2 n δ_j) · L̄        n pairs, x_ij = ±1, δ_j the distance
 
 One pair per value would cost as much and have N times the variance. What the slopes leave unexplained tells their
-standard error, and with it how sure each sign is. The logarithm keeps one bad run from deciding everything; where a
-loss is not positive, the loss itself is taken.
+standard error, and with it how sure each sign is. The logarithm keeps one bad run from deciding everything, and one
+that explodes (`trust.most_of_fine`) or diverges counts as if it had just exploded; where a loss is not positive, the
+loss itself is taken, and one that diverges counts as the worst that did not.
 """
 
 import math
@@ -41,7 +42,7 @@ class Factorial:
     Choose it where `Forward` and `Adjoint` are doubted: high learning rates, long runs. It knows how sure it is:
     `Hypergradient.error`. It asks nothing of the model but a loss. Cost: one plain training run, and two per pair; 17
     for five values, 25 for nine. It is a slope over a distance, not a derivative: for a loss without roughness the
-    error falls with the square of the distance.
+    error falls with the square of the distance, and with the distance where a bound lies within it.
 
     Args:
         distance: how far each value is shifted. A number is a fraction of γ, the outer step (`Hyper.step`; in `tune`
@@ -121,14 +122,14 @@ class Factorial:
             return self.distance * problem.reach[key]
         return torch.full((windows,), self.distance * step_size(key, problem.hypers[key]), dtype=torch.float64)
 
-    def levels(self, problem: Problem) -> dict[str, tuple[Tensor, Tensor]]:
-        """Per key, each window's lower and upper value, inside the bounds."""
+    def levels(self, problem: Problem, below_zero: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+        """Per key, each window's lower and upper value, inside the bounds; learning rates below zero only if asked."""
         found = {}
         for key in dict.fromkeys(key for key, _ in self.shifted(problem)):
             hyper, value, by = problem.hypers[key], problem.values[key], self.distances(problem, key)
             low, high = (value * (-by).exp(), value * by.exp()) if hyper.scale == "log" else (value - by, value + by)
             least, most = -math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high
-            if argument(key) == "lr":
+            if argument(key) == "lr" and not below_zero:
                 low = torch.where(value >= 0, low.clamp(min=0.0), low)
             found[key] = (low.clamp(least, most), high.clamp(least, most))
         return found
@@ -147,7 +148,9 @@ class FactorialRun:
         middle: Hypergradient | None = None,  # of another engine, which has trained the unshifted run already
     ):
         self.engine, self.problem = engine, problem
-        self.columns, self.levels = engine.shifted(problem), engine.levels(problem)
+        self.columns = engine.shifted(problem)
+        old = saved is not None and "levels" not in saved  # its runs were shifted below zero, too
+        self.levels = saved["levels"] if saved and not old else engine.levels(problem, below_zero=old)
         self.signs = folded(len(self.columns), engine.at_least(len(self.columns)), problem.seed)
         self.total = 1 + 2 * len(self.signs)
         self.watch = Watch(problem, saved and saved["watch"])
@@ -157,7 +160,9 @@ class FactorialRun:
         left, goes = self.total - len(self.losses), 1 if self.losses else problem.runs
         self.at_once = saved["at_once"] if saved else at_once(problem, left, goes)
         self.t = saved["t"] if saved else 0
-        self._apart = saved is not None and "apart" not in saved  # an older run: its middle one was alone
+        self._apart = saved is not None and saved.get("apart", True)  # an older run: its middle one was alone
+        self._failed = False  # the middle run: the others are for nothing then
+        self._look()
         self.middle: State = tree.unpack(problem.start, saved["middle"]) if saved else problem.start
         self._first: Tensor | None = saved["first"] if saved else None  # loss of the first step
         if self._first is not None:
@@ -170,7 +175,7 @@ class FactorialRun:
 
     @property
     def done(self) -> bool:
-        return len(self.losses) == self.total or (len(self.losses) == 1 and not bool(self.losses[0].isfinite()))
+        return len(self.losses) == self.total or self._failed
 
     @property
     def progress(self) -> Progress:
@@ -190,13 +195,17 @@ class FactorialRun:
                 for i, loss in enumerate(losses):
                     self._compare(self._group[i], loss)
             self.t += 1
-            if self._group[0] < 0 and self.watch.see(self.t - 1, losses[0]) is not None:
-                self.losses.append(losses.new_full((), torch.nan, dtype=torch.float64))  # the others are for nothing
-            elif self.t == steps:
-                if self._group[0] < 0:
-                    self.middle = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._lanes.lane(0))
+            leads = self._group[0] < 0
+            failed = leads and self.watch.see(self.t - 1, losses[0]) is not None
+            if not failed and self.t < steps:
+                return
+            if leads:
+                self.middle = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._lanes.lane(0))
+            if failed:
+                self.losses.append(losses.new_full((), torch.nan, dtype=torch.float64))
+            else:
                 self.losses += [loss.double() for loss in self._lanes.validation_losses(steps)]
-                self._next()
+            self._next()
             return
         (run,) = self._group
         self.state, loss = self._shifted.stepper(self.total * steps)(self.state, self.t)
@@ -222,8 +231,14 @@ class FactorialRun:
         if self._same:
             check_repeated(0, self._first, loss)
 
+    def _look(self) -> None:
+        """Whether the middle run, if it is through, went well; asked once, because the answer is on the device."""
+        self._failed = bool(self.losses) and not bool(self.losses[0].isfinite())
+
     def _next(self) -> None:
         """Go on with the runs that come next."""
+        if self._group[0] < 0:
+            self._look()
         self._group = self._runs()
         if not self.done:
             self.t = 0
@@ -256,6 +271,7 @@ class FactorialRun:
             "first": self._first,
             "watch": self.watch.save(),
             "apart": self._apart,
+            "levels": self.levels,
         }
 
     def result(self) -> Hypergradient:
@@ -272,9 +288,9 @@ class FactorialRun:
             return finish(problem, engine, grads, middle, self.middle, status, losses, error=errors)
         status = Status()
         if middle > 0 and not bool((runs <= 0).any()):
-            # One that explodes says that it did, and no more: how far would bury what the others say.
-            began = math.nan if self._first is None else float(self._first)
-            runs = runs.clamp(max=most_of_fine(float(middle), began))
+            # One that explodes, or diverges, says that it did, and no more: how far would bury what the others say.
+            most = most_of_fine(float(middle), math.nan if self._first is None else float(self._first))
+            runs = torch.where(runs.isnan(), most, runs.clamp(max=most))
         slopes, error = effects(self.signs, runs, common=self.engine.seeds == "one")
         for (key, w), slope in zip(self.columns, slopes.tolist(), strict=True):
             low, high = (level[w] for level in self.levels[key])
@@ -306,6 +322,22 @@ class FactorialRun:
             self._of_pair[pair] = make_problem(p.task, p.rule, p.hypers, p.steps, seed, p.values, p.traces)
             self._of_pair[pair].runs = p.runs
         return self._of_pair[pair]
+
+
+def within_shifts(
+    values: Mapping[str, Tensor], at: Mapping[str, Tensor], error: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Where values may move to that were shifted, and so have an error: no learning rate below zero, untried there.
+
+    >>> lr = torch.tensor([0.0, 0.1])
+    >>> within_shifts({"lr": lr - 0.2}, {"lr": lr}, {"lr": torch.tensor([0.01, torch.nan])})  # the second one is exact
+    {'lr': tensor([ 0.0000, -0.1000])}
+    """
+    kept = dict(values)
+    for key, off in error.items():
+        if argument(key) == "lr":
+            kept[key] = torch.where(off.isfinite() & (at[key] >= 0), values[key].clamp(min=0.0), values[key])
+    return kept
 
 
 def effects(signs: Tensor, losses: Tensor, common: bool = False) -> tuple[Tensor, float]:

@@ -5,8 +5,8 @@ state is held, λ_t begins where all begin, and goes down the validation loss ri
 
     θ' = u(θ_{t-1}, g, memory, λ_t)        λ_t ← outer(λ_t, ∂L_val(θ')/∂λ_t)        then θ_t = θ'
 
-Of the λ_t on that way the one with the lowest validation loss is taken (early stopping): with a fixed rate the last one
-may be anywhere, at the beginning for instance, where λ_t goes back and forth between two values.
+Of the λ_t along the way the one with the lowest validation loss is taken (early stopping): with a fixed rate the last
+one may be anywhere, at the beginning for instance, where λ_t goes back and forth between two values.
 
 `Greedy` with `tune` has the same fixed points, but moves all λ_t at once: a step's λ then answers to a run that the
 others are about to change. The gradient g is taken once per step, a pass over the validation set once per outer step.
@@ -47,6 +47,10 @@ class Stepwise:
         saved: dict[str, Any] | None = None,
         keep: Literal["best", "last"] = "best",
     ):
+        if saved is not None and saved.get("keep", "last") != keep:
+            raise ValueError(
+                f"Stepwise(keep={keep!r}): what was saved keeps the {saved.get('keep', 'last')}; begin anew."
+            )
         self.problem, self.outer_steps, self.outer, self.keep = problem, outer_steps, outer, keep
         self.keys = [key for key in problem.learnt if argument(key) in problem.rule.defaults]
         self._hypers = {key: replace(problem.hypers[key], windows=1) for key in self.keys}
@@ -101,6 +105,7 @@ class Stepwise:
             "learnt": {key: v.clone() for key, v in self.learnt.items()},
             "val": self.val_losses.clone(),
             "watch": self.watch.save(),
+            "keep": self.keep,
         }
 
     def _start(self, key: str, step: int) -> Tensor:
