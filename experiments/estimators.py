@@ -3,11 +3,14 @@
     python experiments/estimators.py                     all tasks whose truth is there
     python experiments/estimators.py --task digits-hot   one of them; cifar-5 and cifar-10 on a GPU
     python experiments/estimators.py --keep              scores those of the result once more, and makes what is missing
+    python experiments/estimators.py --task cifar-5 --precision bf16 --make hybrid
+        only makes these estimates: several calls with one --work compile side by side and take turns with what is timed
 
 The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
 by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
 each costs: its processor time over that of a plain training run, one measured right after the other; on a GPU, the
-median of its estimates' seconds over those of a plain training run.
+median of its estimates' seconds over those of a plain training run. On CIFAR-10 exact ones are those that the hybrid
+begins with.
 
 Result: experiments/results/estimators-TASK.json; docs/trust.md shows them.
 """
@@ -15,13 +18,14 @@ Result: experiments/results/estimators-TASK.json; docs/trust.md shows them.
 import json
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from prototypes import NonExpansive
-from record import RESULTS, Work, arguments, finish, known, parse, rounded, run, say
+from record import RESULTS, Work, arguments, finish, known, parse, rounded, run, say, turn
 from truth import (
     DISTANCE,
     FOR_A_GPU,
@@ -39,6 +43,7 @@ from longhorizon.problem import environment, make_problem
 from longhorizon.truth import Truth, score
 
 CLOCKED = {"digits": 2, "mnist": 1, "cifar10": 1}  # times that each estimator is timed; the median counts
+FEWER = {"clip 10": 4}  # estimates on CIFAR-10, where one takes longest
 
 
 def engines(hypers: dict[str, lh.Hyper], name: str, smoke: bool = False) -> dict[str, Any]:
@@ -58,10 +63,10 @@ def engines(hypers: dict[str, lh.Hyper], name: str, smoke: bool = False) -> dict
         "smoothed, one seed": lh.Factorial(far, seeds="one"),
         "hybrid": lh.Hybrid(distance=far),
     }
-    few = ("smoothed", "hybrid")
-    if smoke or name not in ("digits-edge", "digits-hot"):
-        return {label: every[label] for label in few}
-    return every
+    few = {label: every[label] for label in ("smoothed", "hybrid")}
+    if name in FOR_A_GPU:
+        return few | {"clip 10": lh.Forward(clip=10.0)}
+    return few if smoke or name not in ("digits-edge", "digits-hot") else every
 
 
 TIMED: dict[str, Any] = {  # those of truth.py, and what "exact" costs where the adjoint computes it
@@ -132,6 +137,10 @@ def cost(
     return {"runs": statistics.median(ratios), "estimate_seconds": statistics.median(seconds)}
 
 
+def names_of(name: str, smoke: bool) -> list[str]:
+    return list(engines({"lr": lh.Hyper(0.1), "momentum": lh.Hyper(0.1), "weight_decay": lh.Hyper(0.1)}, name, smoke))
+
+
 def median_costs(rows: dict[str, list[dict[str, Any]]], plain: float) -> dict[str, dict[str, float]]:
     """The same from estimates that were timed; the first of each, which may have compiled, is an outlier."""
     took = {label: [row["took"] for row in made if "took" in row] for label, made in rows.items()}
@@ -153,17 +162,23 @@ def sure(rows: list[dict[str, Any]], true: Truth, z: float) -> dict[str, float]:
     return {"share": share, "right": sum(right) / sum(kept) if sum(kept) else float("nan")}
 
 
+def exact_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What a hybrid estimate began with."""
+    grad = row.get("exact", row["grad"])
+    fine = all(g is not None for values in grad.values() for g in values)
+    return {"grad": grad, "status": "ok" if fine else "non-finite adjoint", "amplified": row["amplified"]}
+
+
 def one(args: Any, name: str) -> None:
     path = args.truth or RESULTS / f"truth-{name}.json"
     if args.smoke:
         path = args.work / f"truth-{name}-smoke.json"
-    if not path.exists():
+    if not path.exists() and not args.make:
         say(f"{name}: no truth yet, run python experiments/truth.py --task {name}")
         return
-    found = json.loads(path.read_text())
-    true, steps = as_truth(found), found["settings"]["steps"]
     task, hypers = setting(args, name)
-    rough = found["settings"].get("precision", "float32")  # of plain training runs, as for the truth
+    steps = 30 if args.smoke else TASKS[name].steps
+    rough = args.precision  # of plain training runs, as for the truth
     traces = lh.Traces()
     on = on_device(args, name).partition(":")[0]
     if on == "cpu":
@@ -173,24 +188,44 @@ def one(args: Any, name: str) -> None:
     )
     of = {} if rough == "float32" else {"precision": rough}
     work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE} | of)
+
+    def made(label: str, engine: Any) -> list[dict[str, Any]]:
+        several = min(count, FEWER.get(label, count)) if name in FOR_A_GPU else count
+        rows = []
+        for seed in range(several):
+            with nullcontext() if seed == 0 else turn(args):  # the first one compiles
+                unit = work.unit(
+                    f"{label}-{seed}", lambda s=seed: estimate(task, hypers, steps, engine, s, traces, rough)
+                )
+            rows.append(unit)
+        return rows
+
+    if args.make:
+        for label in args.make:
+            made(label, engines(hypers, name, args.smoke)[label])
+            say(f"{name}: {label}: made")
+        return
+    found = json.loads(path.read_text())
+    if found["settings"]["steps"] != steps or found["settings"].get("precision", "float32") != rough:
+        raise SystemExit(f"{path}: has other steps, or another precision than {rough}; give its --precision.")
+    true = as_truth(found)
     kept = known(f"estimators-{name}", args, found["settings"]) if args.keep else None
     since = {k: kept["environment"][k] for k in ("date", "commit")} if kept else None  # when they were made
-    made = {"estimates_from": kept.get("estimates_from", since)} if kept else {}
+    from_before = {"estimates_from": kept.get("estimates_from", since)} if kept else {}
     kept = kept or {"estimates": {}, "cost": {}, "seconds": work.seconds()}
     before = kept["seconds"] - work.seconds()
     rows: dict[str, Any] = dict(found["estimates"])
     sureness = {}
     for label, engine in engines(hypers, name, args.smoke).items():
-        rows[label] = kept["estimates"].get(label) or [
-            work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s, traces, rough))
-            for seed in range(count)
-        ]
+        rows[label] = rows.get(label) or kept["estimates"].get(label) or made(label, engine)
         if all("error" in row for row in rows[label]):
             sureness[label] = {str(z): sure(rows[label], true, z) for z in (1.0, 2.0)}
         said = score(stacked(rows[label]), true)
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
     if name in FOR_A_GPU:
-        plain = work.unit("plain", lambda: plain_seconds(task, hypers, steps, traces))
+        rows.setdefault("exact", [exact_of(row) for row in rows["hybrid"]])
+        with turn(args):
+            plain = work.unit("plain", lambda: plain_seconds(task, hypers, steps, traces))
         costs = median_costs(rows, plain)
     else:
         costs = {
@@ -217,10 +252,10 @@ def one(args: Any, name: str) -> None:
             "estimates_made": {label: len(given) for label, given in rows.items()},
             "cost": {label: {k: rounded(v, 4) for k, v in c.items()} for label, c in costs.items()},
             "sure": {label: {z: rounded_score(s) for z, s in by.items()} for label, by in sureness.items()},
-            "estimates": {label: rows[label] for label in engines(hypers, name, args.smoke)},
+            "estimates": {label: made for label, made in rows.items() if label not in found["estimates"]},
             "seconds": before + work.seconds(),
         }
-        | made,
+        | from_before,
     )
 
 
@@ -233,8 +268,19 @@ def main() -> None:
         help="of each that this script adds; 24 for digits, 12 for MNIST, 6 for CIFAR-10 without it",
     )
     parser.add_argument("--keep", action="store_true", help="take what is in the result already from there")
+    parser.add_argument(
+        "--make", action="append", metavar="LABEL", help="only make the estimates of this name, of --task"
+    )
+    parser.add_argument(
+        "--precision", choices=["float32", "bf16"], default="float32", help="of plain training runs, as for the truth"
+    )
     parser.add_argument("--truth", type=Path, metavar="FILE", help="truth.py's result; where it writes it without this")
     args = parse(parser)
+    if args.make and args.task is None:
+        raise SystemExit(f"--make {args.make[0]}: is an estimator of one task; give --task, too.")
+    there = names_of(args.task, args.smoke) if args.task else []
+    if bad := [label for label in args.make or [] if label not in there]:
+        raise SystemExit(f"--make {bad[0]}: --task {args.task} has {', '.join(there)}.")
     if args.truth and not args.task:
         raise SystemExit(f"--truth {args.truth}: is the truth of one task; give --task, too.")
     for name in [args.task] if args.task else [name for name in TASKS if name not in FOR_A_GPU]:

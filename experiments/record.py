@@ -6,6 +6,7 @@ directories there and go on inside a training run. When all units are there, the
 """
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import math
@@ -14,7 +15,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 from types import ModuleType
@@ -142,6 +144,15 @@ class Work:
         """What all units took."""
         units = [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
         return sum(float(unit["seconds"]) for unit in units if "seconds" in unit)
+
+
+@contextmanager
+def turn(args: argparse.Namespace) -> Iterator[None]:
+    """The device to oneself: calls that share a work folder do what is timed one after the other."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    with (args.work / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tested(

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from estimators import as_truth
 from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
-from truth import DISTANCE, TASKS, estimate, setting, stacked
+from truth import DISTANCE, FOR_A_GPU, TASKS, estimate, setting, stacked
 
 import longhorizon as lh
 from longhorizon.truth import score
@@ -44,10 +44,9 @@ def exact_signs(found: dict[str, Any]) -> Iterator[tuple[float, bool]]:
 
 
 def by_growth(results: Path) -> dict[str, dict[str, int]]:
-    """Signs and how many of them are right, of all tasks, by growth."""
-    signs = [
-        pair for path in sorted(results.glob("truth-*.json")) for pair in exact_signs(json.loads(path.read_text()))
-    ]
+    """Signs and how many of them are right, of all small tasks, by growth."""
+    paths = [results / f"truth-{name}.json" for name in TASKS if name not in FOR_A_GPU]
+    signs = [pair for path in paths if path.exists() for pair in exact_signs(json.loads(path.read_text()))]
     found = {}
     for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
         right = [ok for growth, ok in signs if low <= growth < high]

@@ -8,9 +8,9 @@ MNIST and CIFAR-10 need `--data-root` or LONGHORIZON_DATA. MNIST's tasks take 5 
 
 The truth is the central difference of the final validation loss averaged over 48 seeds (MNIST with a perceptron: 16,
 CIFAR-10: 16 over 5 epochs and 8 over 10, digits-long: 24), each value shifted by what a user would feel (learning rates
-±30 %, momentum ±5 %, weight decay ±50 %). An estimate is what one outer step would have seen. Scores:
-`longhorizon.truth.Score`. `amplified` is how much the meter says a change at the end of a window is amplified until the
-end of the run; it is what a warning can be based on.
+±30 %, momentum ±5 %, weight decay ±50 %). An estimate is what one outer step would have seen; on CIFAR-10 estimators.py
+makes them all. Scores: `longhorizon.truth.Score`. `amplified` is how much the meter says a change at the end of a
+window is amplified until the end of the run; it is what a warning can be based on.
 
 Result: experiments/results/truth-TASK.json.
 """
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from record import Work, arguments, finish, parse, rounded, run, say
+from record import Work, arguments, finish, parse, rounded, run, say, turn
 
 import longhorizon as lh
 from longhorizon import data
@@ -71,16 +71,14 @@ SLOW: dict[str, Any] = {  # for MNIST and long runs; the adjoint gives the same 
     "exact": lh.Adjoint(),
     "clip 10": lh.Forward(clip=10.0, compile=False),
 }
-COMPILED: dict[str, Any] = {"exact": lh.Adjoint(), "clip 10": lh.Forward(clip=10.0)}  # for CIFAR-10
-FEWER = {"clip 10": 4}  # estimates there, where one takes longest
 JUDGES = 1000  # the first seed of the truth: an estimate must not be judged by its own run
 MEANS = (2, 4)  # estimates that average this many seeds
 
 
 def engines_of(name: str) -> dict[str, Any]:
     """The estimators that are scored with the truth of a task."""
-    if name in FOR_A_GPU:
-        return COMPILED
+    if name in FOR_A_GPU:  # one that is dear is made once, by estimators.py
+        return {}
     return ENGINES if TASKS[name].data == "digits" and TASKS[name].steps < 1000 else SLOW
 
 
@@ -101,6 +99,8 @@ def estimate(
     found["took"] = rounded(time.perf_counter() - began, 4)
     if h.error is not None:
         found["error"] = {key: rounded(e) for key, e in h.error.items()}
+    if h.exact is not None:
+        found["exact"] = {key: rounded(e) for key, e in h.exact.items()}
     if h.meter is None:
         return found | {"engine": h.engine}
     ends = [steps * (w + 1) // len(h.grad["lr"]) for w in range(len(h.grad["lr"]))]
@@ -162,23 +162,23 @@ def one(args: Any, name: str) -> None:
         if done % 8 == 0 or name in FOR_A_GPU:
             say(f"{name}: truth of {done} of {total} seeds")
 
-    true = truth(
-        task,
-        lh.sgd(),
-        hypers,
-        steps=steps,
-        distance=DISTANCE,
-        seeds=range(JUDGES, JUDGES + seeds),
-        path=work.folder / "truth.seeds",
-        progress=told,
-        precision=args.precision,
-    )
+    with turn(args):
+        true = truth(
+            task,
+            lh.sgd(),
+            hypers,
+            steps=steps,
+            distance=DISTANCE,
+            seeds=range(JUDGES, JUDGES + seeds),
+            path=work.folder / "truth.seeds",
+            progress=told,
+            precision=args.precision,
+        )
     scores, rows = {}, {}
     for label, engine in engines_of(name).items():
-        count = min(estimates, FEWER.get(label, estimates)) if name in FOR_A_GPU else estimates
         rows[label] = [
             work.unit(f"{label}-{seed}", lambda e=engine, s=seed: estimate(task, hypers, steps, e, s, traces))
-            for seed in range(count)
+            for seed in range(estimates)
         ]
         given = stacked(rows[label])
         scores[label] = asdict(score(given, true))

@@ -403,6 +403,33 @@ def test_smoke_of_estimators(tmp_path):
     plot.save_picture(figure, tmp_path / "trust.png")
 
 
+def test_estimates_for_a_gpu_are_made_in_pieces(tmp_path, monkeypatch, capsys):
+    """In any order, before the truth is there; exact ones are those that the hybrid began with."""
+    monkeypatch.delenv("LONGHORIZON_DATA", raising=False)
+
+    def call(script, *more):
+        words = ["--smoke", "--work", tmp_path, "--device", "cpu", "--task", "cifar-5", *more]
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
+        importlib.import_module(script).main()
+
+    call("estimators", "--make", "hybrid", "--make", "clip 10")
+    made = sorted(path.name for path in (tmp_path / "estimators-cifar-5-smoke").glob("*-?.json"))
+    assert made == ["clip 10-0.json", "clip 10-1.json", "hybrid-0.json", "hybrid-1.json"]
+    call("estimators")
+    assert "no truth yet" in capsys.readouterr().out
+    call("truth")
+    truth = json.loads((tmp_path / "truth-cifar-5-smoke.json").read_text())
+    assert truth["estimates"] == {}
+    call("estimators")
+    result = json.loads((tmp_path / "estimators-cifar-5-smoke.json").read_text())
+    assert {"exact", "clip 10", "smoothed", "hybrid"} <= result["scores"].keys()
+    hybrid, exact = result["estimates"]["hybrid"][0], result["estimates"]["exact"][0]
+    assert exact["grad"] == hybrid.get("exact", hybrid["grad"])
+    assert result["cost"].keys() == {"clip 10", "smoothed", "hybrid"}
+    with pytest.raises(SystemExit, match="--make nobody: --task cifar-5 has smoothed, hybrid, clip 10"):
+        call("estimators", "--make", "nobody")
+
+
 def test_smoke_of_trust_tune(tmp_path):
     result = run("trust_tune", tmp_path, "--set", "digits", "--method", "paper", "--method", "hybrid, wait")
     assert result["table"].keys() == {"paper", "hybrid, wait"}
