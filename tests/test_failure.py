@@ -1,5 +1,6 @@
 """A run that fails is a result that says where; one that cannot be differentiated is refused by name beforehand."""
 
+import dataclasses
 import os
 import re
 import warnings
@@ -621,3 +622,28 @@ def test_batches_that_are_not_iterable():
         lh.hypergradient(
             lh.Task(mlp, classify, lambda seed: 3, problem("mlp").task.val), lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=3
         )
+
+
+def test_a_run_that_differs_in_its_seed_is_not_tried_again():
+    """A design has dozens of them, and trying takes three passes; other data or hyperparameters are tried."""
+    tried = []
+
+    def metrics(model, batch):
+        tried.append(batch)
+        return {"one": 1.0}
+
+    task = dataclasses.replace(problem("dropout").task, metrics=metrics)
+    traces, hypers = lh.Traces(), {"lr": lh.Hyper(0.1)}
+
+    def made(task=task, hypers=hypers, seed=0):
+        return make_problem(task, lh.sgd(), hypers, 3, seed, traces=traces)
+
+    with environment():
+        assert all(made(seed=seed).draws for seed in range(3))
+        assert len(tried) == 1
+        made(hypers=hypers | {"momentum": lh.Hyper(0.5)})
+        assert len(tried) == 2
+        made(dataclasses.replace(task, val=lambda seed: task.val(seed)))
+        assert len(tried) == 3
+        made(dataclasses.replace(task, train=lambda seed: task.train(seed)))
+        assert len(tried) == 4

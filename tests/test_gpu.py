@@ -327,6 +327,17 @@ def test_training_runs_in_bfloat16_are_near_float32():
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+def test_a_design_in_bfloat16_trains_its_middle_run_along(monkeypatch):
+    monkeypatch.setattr(compile, "WORTH_COMPILING", 1)
+    how = {"steps": 8, "precision": "bf16"}
+    found = lh.hypergradient(picture_task(), lh.sgd(), HYPERS, engine=lh.Factorial(0.3), **how)
+    exact = lh.hypergradient(picture_task(), lh.sgd(), HYPERS, engine=lh.Adjoint(), **how)
+    assert found.val_loss == pytest.approx(exact.val_loss, rel=2e-2)
+    assert found.train_loss.cpu().tolist() == pytest.approx(exact.train_loss.cpu().tolist(), rel=2e-2)
+    assert all(bool(found.error[key].isfinite().all()) for key in HYPERS)
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
 def test_trials_side_by_side_are_the_same_trials(monkeypatch):
     monkeypatch.setattr(compile, "WORTH_COMPILING", 1)
     settings = {"methods": ["grid"], "steps": 8, "outer_steps": 2, "budget": "10 runs", "test": "none"}

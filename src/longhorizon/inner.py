@@ -58,6 +58,7 @@ class Inner:
         self.functional, self.rule, self.groups = functional, rule, groups
         self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
         self.probed: set[bool] = set()  # whether its derivative was looked at, forwards or backwards
+        self.checked: list[tuple[Any, ...]] = []  # data and hyperparameters that its losses were tried with
         self._tried = False  # whether an elementwise rule is one, which matters on a GPU
 
     def start(self) -> State:
