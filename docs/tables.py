@@ -226,7 +226,8 @@ def figure1() -> str:
     rows = []
     for start, (name, paper) in made.FIGURE1.items():
         for what, _, ours, _, took, _ in made._figure1(found, start, name, paper):
-            rows.append([what.partition(" (`")[0], ours.partition(", regret")[0], took, paper.partition(" (forward")[0]])
+            shown = [(what, " (`"), (ours, ", regret"), (took, "\n"), (paper, " (forward")]
+            rows.append([text.partition(mark)[0] for text, mark in shown])
     return _table(["", "test accuracy", "search, one H200", "the paper, RTX 2080 Ti"], rows)
 
 
