@@ -82,7 +82,7 @@ def test_every_run_of_an_outer_step_is_charged(tmp_path, monkeypatch, name):
     stops = 0
     while True:
         try:
-            again = compare(tmp_path / "r", watcher=Watcher(progress=Stops(25)), **settings)
+            again = compare(tmp_path / "r", watcher=Watcher(progress=Stops(9)), **settings)
             break
         except lh.Interrupted:
             stops += 1
