@@ -219,6 +219,14 @@ def test_a_run_explodes_that_ends_worse_than_it_began_and_five_times_worse_than_
     assert tune(task=task, engine=engine, outer_steps=2).history[1].exploded == exploded
 
 
+@pytest.mark.parametrize(("engine", "low"), [(lh.Factorial(), 0.0), (lh.Hybrid(), -0.3), ("auto", -0.3)])
+def test_the_range_that_is_told_is_the_one_that_can_be_reached(engine, low):
+    hypers = {"lr": lh.Hyper(0.0, step=0.1), "momentum": lh.Hyper(0.0, step=0.1)}
+    told = lh.Tuning(make_task(), lh.sgd(), hypers, steps=9, outer_steps=3, engine=engine).range()
+    assert told["lr"] == pytest.approx((low, 0.3))
+    assert told["momentum"] == pytest.approx((-0.3, 0.3))
+
+
 @pytest.mark.parametrize("outer", [None, lh.SignDescent(growth=1.5), lh.GradientDescent(1.0)])
 def test_a_learning_rate_that_was_not_shifted_below_zero_does_not_move_there(outer):
     rises = {"lr": [1.0, 1.0], "momentum": [1.0], "weight_decay": [0.0]}

@@ -18,7 +18,7 @@ from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Fo
 from longhorizon.engines.choose import trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.engines.factorial import within_shifts
-from longhorizon.hypers import Hyper, check_hypers
+from longhorizon.hypers import Hyper, argument, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
@@ -109,7 +109,11 @@ class Tuning:
 
     def range(self) -> dict[str, tuple[float, float]]:
         """What values the search can reach, where the outer optimizer bounds it."""
-        return search_range(self.hypers, self.outer_steps) if isinstance(self.outer, SignDescent) else {}
+        found = search_range(self.hypers, self.outer_steps) if isinstance(self.outer, SignDescent) else {}
+        if isinstance(self.engine, Factorial):  # `within_shifts`
+            rates = [key for key in found if argument(key) == "lr" and bool((self.hypers[key].values() >= 0).all())]
+            found |= {key: (max(0.0, found[key][0]), found[key][1]) for key in rates}
+        return found
 
     def advance(self) -> OuterStep | None:
         """One inner step of work; the record of an outer step when it completes one."""
