@@ -57,8 +57,8 @@ FIGURE3 = {
 CAPTIONS = {  # by the start of a picture's name
     "appendix-b": "The error of window means against the window size. Where noise is uncorrelated or equally "
     "correlated, maximal drift lies on the bound and is hidden by it.",
-    "figure1": "Regret of what each method had chosen, over time and over inner steps, and the test accuracy of its last "
-    "choice. A method of which only one choice was tested is a short line.",
+    "figure1": "Regret of each method's choices over time and over inner steps, and the test of its last one. A method "
+    "of which only one choice was tested is a short line.",
     "figure1-learnt": "What each way to run FDS has learnt, by outer step, with the first of its seeds.",
     "figure2": "Above, hypergradients of every step's learning rate, a faint line per seed. Below, the error of window "
     "means against the window size, linear and logarithmic; the ring marks the best size. *Corrected* takes away what "
