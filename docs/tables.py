@@ -6,7 +6,6 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
-import importlib.util
 import json
 import math
 import re
@@ -215,22 +214,6 @@ def trust_tune() -> str:
     return _table([*head, "inner steps", "time in plain runs"], rows)
 
 
-def figure1() -> str:
-    """What each method came to on CIFAR-10, for the front page."""
-    found = json.loads((EXPERIMENTS / "figure1.json").read_text())
-    spec = importlib.util.spec_from_file_location("experiment_tables", EXPERIMENTS.parent / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    rows = []
-    for start, (name, paper) in made.FIGURE1.items():
-        for what, _, ours, _, took, _ in made._figure1(found, start, name, paper):
-            shown = [(what, " (`"), (ours, ", regret"), (took, "\n"), (paper, " (forward")]
-            rows.append([text.partition(mark)[0] for text, mark in shown])
-    return _table(["", "test accuracy", "search, one H200", "the paper, RTX 2080 Ti"], rows)
-
-
 def meters() -> str:
     """What the meters cost."""
     found = _result("meters.json")["engines"]
@@ -253,7 +236,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "trust_sure": trust_sure,
     "trust_tune": trust_tune,
     "meters": meters,
-    "figure1": figure1,
 }
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.S)
 
@@ -272,8 +254,8 @@ def rendered(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    """All pages, the front page too."""
-    return [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
+    """All pages."""
+    return sorted(DOCS.glob("*.md"))
 
 
 def _estimators() -> dict[str, Any]:

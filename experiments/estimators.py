@@ -193,7 +193,7 @@ def one(args: Any, name: str) -> None:
         several = min(count, FEWER.get(label, count)) if name in FOR_A_GPU else count
         rows = []
         for seed in range(several):
-            with nullcontext() if seed == 0 else turn(args):  # the first one compiles
+            with nullcontext() if seed == 0 else turn(args, on):  # the first one compiles
                 unit = work.unit(
                     f"{label}-{seed}", lambda s=seed: estimate(task, hypers, steps, engine, s, traces, rough)
                 )
@@ -224,7 +224,7 @@ def one(args: Any, name: str) -> None:
         say(f"{name}: {label}: sign {said.sign:.2f} ± {said.sign_error:.2f}")
     if name in FOR_A_GPU:
         rows.setdefault("exact", [exact_of(row) for row in rows["hybrid"]])
-        with turn(args):
+        with turn(args, on):
             plain = work.unit("plain", lambda: plain_seconds(task, hypers, steps, traces))
         costs = median_costs(rows, plain)
     else:

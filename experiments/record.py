@@ -147,8 +147,11 @@ class Work:
 
 
 @contextmanager
-def turn(args: argparse.Namespace) -> Iterator[None]:
-    """The device to oneself: calls that share a work folder do what is timed one after the other."""
+def turn(args: argparse.Namespace, device: str) -> Iterator[None]:
+    """The GPU to oneself: calls that share a work folder do what is timed one after the other."""
+    if device == "cpu":
+        yield
+        return
     args.work.mkdir(parents=True, exist_ok=True)
     with (args.work / "turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

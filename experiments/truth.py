@@ -162,7 +162,7 @@ def one(args: Any, name: str) -> None:
         if done % 8 == 0 or name in FOR_A_GPU:
             say(f"{name}: truth of {done} of {total} seeds")
 
-    with turn(args):
+    with turn(args, on_device(args, name)):
         true = truth(
             task,
             lh.sgd(),

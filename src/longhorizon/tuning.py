@@ -17,8 +17,8 @@ from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
 from longhorizon.engines.choose import trusted
 from longhorizon.engines.entry import check_engine
-from longhorizon.engines.factorial import within_shifts
-from longhorizon.hypers import Hyper, argument, check_hypers
+from longhorizon.engines.factorial import reach, within_shifts
+from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
@@ -110,10 +110,9 @@ class Tuning:
     def range(self) -> dict[str, tuple[float, float]]:
         """What values the search can reach, where the outer optimizer bounds it."""
         found = search_range(self.hypers, self.outer_steps) if isinstance(self.outer, SignDescent) else {}
-        if isinstance(self.engine, Factorial):  # `within_shifts`
-            rates = [key for key in found if argument(key) == "lr" and bool((self.hypers[key].values() >= 0).all())]
-            found |= {key: (max(0.0, found[key][0]), found[key][1]) for key in rates}
-        return found
+        if not isinstance(self.engine, Factorial):
+            return found
+        return {key: reach(key, self.hypers[key].values(), *bounds) for key, bounds in found.items()}
 
     def advance(self) -> OuterStep | None:
         """One inner step of work; the record of an outer step when it completes one."""

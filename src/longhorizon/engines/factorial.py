@@ -129,8 +129,7 @@ class Factorial:
             hyper, value, by = problem.hypers[key], problem.values[key], self.distances(problem, key)
             low, high = (value * (-by).exp(), value * by.exp()) if hyper.scale == "log" else (value - by, value + by)
             least, most = -math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high
-            if argument(key) == "lr" and not below_zero:
-                low = torch.where(value >= 0, low.clamp(min=0.0), low)
+            low = low if below_zero else _not_below_zero(key, low, value)
             found[key] = (low.clamp(least, most), high.clamp(least, most))
         return found
 
@@ -335,9 +334,18 @@ def within_shifts(
     """
     kept = dict(values)
     for key, off in error.items():
-        if argument(key) == "lr":
-            kept[key] = torch.where(off.isfinite() & (at[key] >= 0), values[key].clamp(min=0.0), values[key])
+        kept[key] = torch.where(off.isfinite(), _not_below_zero(key, values[key], at[key]), values[key])
     return kept
+
+
+def reach(key: str, start: Tensor, low: float, high: float) -> tuple[float, float]:
+    """What is left of a search range that outer steps alone would have, from where the values of a key start."""
+    return float(_not_below_zero(key, torch.full_like(start, low), start).min()), high
+
+
+def _not_below_zero(key: str, to: Tensor, at: Tensor) -> Tensor:
+    """Where values may go from where they are: a learning rate is not taken below zero, where training goes uphill."""
+    return torch.where(at >= 0, to.clamp(min=0.0), to) if argument(key) == "lr" else to
 
 
 def effects(signs: Tensor, losses: Tensor, common: bool = False) -> tuple[Tensor, float]:
