@@ -12,6 +12,7 @@ HYPERS = {
     "momentum": lh.Hyper(0.0, step=0.1),
     "weight_decay": lh.Hyper(0.0, step=1e-3),
 }
+CONSTANT = {**HYPERS, "lr": lh.Hyper(0.1, step=0.1, low=-1.0, high=2.0)}  # nothing changes along a run
 GENERATOR = torch.Generator().manual_seed(5)
 X = torch.randn(400, 6, generator=GENERATOR)
 Y = (X @ torch.randn(6, 3, generator=GENERATOR)).argmax(1)
@@ -70,7 +71,7 @@ def counted_task(streams: list) -> lh.Task:
     return make_task(train=train)
 
 
-def compare(dir=None, task=None, **changes):
+def compare(dir=None, task=None, hypers=HYPERS, **changes):
     """A comparison that takes a second or two."""
     settings = {
         "steps": STEPS,
@@ -81,7 +82,7 @@ def compare(dir=None, task=None, **changes):
         "engine": lh.Forward(compile=False),
         "methods": ["random"],
     }
-    return lh.compare(task or make_task(), lh.sgd(), HYPERS, dir=dir, **{**settings, **changes})
+    return lh.compare(task or make_task(), lh.sgd(), hypers, dir=dir, **{**settings, **changes})
 
 
 def without_clock(evaluations) -> list:

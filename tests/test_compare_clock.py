@@ -11,13 +11,13 @@ from longhorizon.rivals import rows
 from longhorizon.rivals.arena import Arena, Trial
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.training import Training
-from rivals_task import STEPS, compare, make_task, without_clock
+from rivals_task import CONSTANT, STEPS, compare, make_task, without_clock
 from test_compare import Stops
 
 
 def test_a_stretch_that_is_repeated_after_a_kill_is_not_on_the_clock(tmp_path, monkeypatch):
     """Killed between a rung's evaluation and its checkpoint."""
-    settings = {"methods": ["hyperband"], "budget": "1 runs", "test": "none"}
+    settings = {"methods": ["hyperband"], "budget": "1 runs", "test": "none", "hypers": CONSTANT}
     with monkeypatch.context() as patch:
         patch.setattr(Trial, "keep", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):

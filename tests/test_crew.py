@@ -9,11 +9,11 @@ import torch
 
 import longhorizon as lh
 from longhorizon import data
-from longhorizon.rivals import blackbox, rows
+from longhorizon.rivals import blackbox, rows, space
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Ledger
 from longhorizon.rivals.training import Counter, Training, judge
-from rivals_task import HYPERS, STEPS, compare, counted_task, loss, make_task, without_clock
+from rivals_task import CONSTANT, HYPERS, STEPS, compare, counted_task, loss, make_task, without_clock
 from test_compare import Stops
 from test_rows import killed_after, stopped_often
 
@@ -57,8 +57,9 @@ def test_every_evaluation_is_that_of_training_alone(method, four):
 
 
 def plan_of(e):
-    hypers = {key: lh.Hyper(e.values[key], windows=len(e.values[key])) for key in HYPERS}
-    return hypers, STEPS, lh.tuning.run_seed(e.seed, e.trial, 0)
+    """A run of its own length, with the whole schedule; from other weights on every rung."""
+    rung = {2: 0, 6: 1, STEPS: 2}[e.steps] if e.method in ("hyperband", "bohb") else 0
+    return space.hypers_for(e.values, HYPERS, lh.sgd(), e.steps), e.steps, lh.tuning.run_seed(e.seed, e.trial, rung)
 
 
 def test_seats_do_not_wait_for_each_other(four, monkeypatch):
@@ -177,15 +178,16 @@ class Broken(list):
 def test_a_step_that_fails_is_the_fault_of_one(tmp_path, method, four):
     """The others are judged as if nothing had been; the same when it is called again."""
     task = make_task()
-    sound = compare(**settings_for(method, budget="4 runs")).evaluations
+    settings = settings_for(method, budget="4 runs", hypers=CONSTANT)
+    sound = compare(**settings).evaluations
     guilty = lh.tuning.run_seed(0, 1, 0)
     broken = make_task(train=lambda seed: Broken(task.train(seed)) if seed == guilty else task.train(seed))
-    found = compare(tmp_path / "r", task=broken, **settings_for(method, budget="4 runs")).evaluations
+    found = compare(tmp_path / "r", task=broken, **settings).evaluations
     crashed = [e for e in found if e.status != "ok"]
     assert [(e.trial, e.status) for e in crashed] == [(1, "crashed: OSError: the disk went away")]
     same = {e.key: e.val_loss for e in sound if e.trial in (0, 2, 3) and e.steps == sound[0].steps}
     assert same == pytest.approx({e.key: e.val_loss for e in found if e.key in same}, rel=1e-3)
-    more = compare(tmp_path / "r", task=broken, **settings_for(method, budget="6 runs")).evaluations
+    more = compare(tmp_path / "r", task=broken, **settings | {"budget": "6 runs"}).evaluations
     assert len([e for e in more if e.status != "ok"]) == 1
     assert len(more) > len(found)
 

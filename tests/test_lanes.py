@@ -173,12 +173,23 @@ def test_whatever_makes_the_batches_runs_side_by_side_get_their_own(kind):
                 torch.testing.assert_close(losses[i], loss)
 
 
-def test_a_run_of_another_length_does_not_fit_beside_others():
+def test_runs_of_other_lengths_stand_beside_each_other():
+    """Each has its own windows; one that is shorter than it has values has fewer of them."""
     with environment():
-        row = lanes.Lanes(runs(problem("mlp")))
-        (other,) = runs(problem("mlp"), seeds=[5], steps=STEPS + 1)
-        with pytest.raises(ValueError, match=f"a run of {STEPS + 1} steps beside runs of {STEPS}"):
-            row.put(0, other, other.start)
+        case = problem("mlp")
+        (long,) = runs(case)[:1]
+        row = lanes.Lanes([long, long])
+        for steps, windows in ((STEPS - 2, 2), (STEPS - 2, 3), (STEPS, 2)):
+            (short,) = runs(case, seeds=[5], steps=steps)
+            lr = torch.linspace(0.1, 0.3, windows, dtype=torch.float64)
+            hypers = {**short.hypers, "lr": dataclasses.replace(short.hypers["lr"], start=0.1, windows=windows)}
+            short = dataclasses.replace(short, hypers=hypers, values={**short.values, "lr": lr})
+            row.put(1, short, short.start)
+            state = short.start
+            for t in range(steps):
+                losses = row.step([0, t])
+                state, loss = short.train_step(state, t)
+                torch.testing.assert_close(losses[1], loss)
 
 
 def test_wide_rows_are_narrow_where_there_is_no_room():

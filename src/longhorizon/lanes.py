@@ -1,8 +1,8 @@
 """Several training runs at once: one batched step takes all of them a step further.
 
 A step of a small network spends most of its time between operations. With the weights of all runs stacked, every
-operation is done for all of them in one go. Runs may differ in their seed (weights, data) and in the values of their
-hyperparameters; the model, the rule and the number of steps are one. Measured by benchmarks/lanes.py.
+operation is done for all of them in one go. Runs may differ in their seed (weights, data), in the values of their
+hyperparameters and in their length; the model and the rule are one. Measured by benchmarks/lanes.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,7 +41,7 @@ class Lanes:
         first, spare = self.problems[0], max(0, count - len(self.problems))
         self._all = [*self.problems, *[self.problems[-1]] * spare]
         self.state: State = _stacked([p.start for p in self._all]) if start is None else start
-        self._values = {key: torch.stack([p.on_device[key] for p in self._all]) for key in first.hypers}
+        self._values = {key: pad_sequence([p.on_device[key] for p in self._all], True) for key in first.hypers}
         steps = steps or first.steps
         on_cpu = first.device.type == "cpu"
         self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
@@ -73,11 +74,10 @@ class Lanes:
 
     def put(self, i: int, problem: Problem, state: State) -> None:
         """Another run in a lane, where it begins or goes on."""
-        if problem.steps != self.problems[0].steps:
-            raise ValueError(
-                f"a run of {problem.steps} steps beside runs of {self.problems[0].steps}: make it as long."
-            )
-        values = {key: _with(values, i, problem.on_device[key]) for key, values in self._values.items()}
+        values = {
+            key: pad_sequence([*values[:i], problem.on_device[key], *values[i + 1 :]], True)  # a short run may have few
+            for key, values in self._values.items()
+        }
         state = tree.map(lambda x, own: _with(x, i, own) if isinstance(x, Tensor) else x, self.state, state)
         self.problems[i] = self._all[i] = problem
         self._values, self.state = values, state
@@ -89,7 +89,7 @@ class Lanes:
 
     def _hyper(self, key: str, values: Tensor, at: Sequence[int]) -> Tensor:
         """Each run's value of a hyperparameter now."""
-        windows = tuple(self.problems[0].window(key, t) for t in at)
+        windows = tuple(p.window(key, t) for p, t in zip(self._all, at, strict=True))
         if len(set(windows)) == 1:
             return values[:, windows[0]]
         if self._chosen.get(key, (None,))[0] != windows:  # which changes now and then only

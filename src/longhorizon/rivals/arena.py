@@ -171,6 +171,7 @@ class Trial:
         setting: what it trains with, as far as that is known before.
         make: the training, from what was saved of it (or None).
         seconds: what it cost to choose the setting.
+        file: where it is saved, if not under its number.
     """
 
     def __init__(
@@ -180,9 +181,10 @@ class Trial:
         setting: Setting,
         make: Callable[[dict[str, Any] | None], Trains],
         seconds: float = 0.0,
+        file: str = "",
     ):
         self.arena, self.number, self.setting, self._make = arena, number, setting, make
-        self.file = f"trial-{number:05d}.pt"
+        self.file = file or f"trial-{number:05d}.pt"
         self.training: Trains | None = None
         self.since = 0  # the step of the last evaluation
         self.seconds, self.counted = seconds, 0  # since then

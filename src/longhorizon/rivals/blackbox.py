@@ -1,8 +1,12 @@
 """Black-box methods through Optuna: random search, Bayesian optimization, Hyperband, BOHB.
 
-A study is a journal file in the method's own folder. The sampler is made anew for every trial from the seed and the
-trial's number, so that a resumed search draws what an unbroken one would. A trial that was running when its process
-died is taken up again, at its last checkpoint.
+A study is a journal file in the method's own folder (studies.py). The sampler is made anew for every trial from the
+seed and the trial's number, so that a resumed search draws what an unbroken one would. A trial that was running when
+its process died is taken up again, at its last checkpoint.
+
+Hyperband and BOHB judge trials after short runs first. Where a hyperparameter is a schedule, a short run has the whole
+of it, squeezed, and a longer one begins from scratch: the beginning of a long schedule says nothing of its later
+values. Where all values are constant a trial goes on from where it was judged.
 
 A network that training has ruined may have any loss, 1e25 as well as infinity, and a model of the loss that has to
 explain such numbers sees nothing else. So searches are told at most twice the loss of an untrained network; the journal
@@ -11,21 +15,19 @@ has the loss itself.
 
 import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from longhorizon import seeds
-from longhorizon.rivals import hyperband, rows
+from longhorizon.rivals import bohb, hyperband, rows, studies
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial
 from longhorizon.rivals.crew import Crew, Failed
 from longhorizon.rivals.ledger import Evaluation
-from longhorizon.rivals.space import Setting, setting_of
+from longhorizon.rivals.space import Setting, numbers_of, setting_of
+from longhorizon.rivals.studies import quiet
 from longhorizon.rivals.training import Training, Trains
 
-STUDY = "study.log"
-CEILING = 2.0  # times the loss of an untrained network
 _WARM: set[str] = set()  # samplers that this process has used
 
 
@@ -54,8 +56,9 @@ class BlackBox:
         import optuna
 
         _WARM.add(self.sampler)
+        kinds: Any = {"gp": optuna.samplers.GPSampler, "tpe": optuna.samplers.TPESampler}
         with quiet():
-            study = optuna.create_study(sampler=self._sampler(0, 0))
+            study = optuna.create_study(sampler=kinds.get(self.sampler, optuna.samplers.RandomSampler)())
             for number in range(12):  # samplers begin with ten random trials
                 trial = study.ask()
                 trial.suggest_float("x", 0.0, 1.0)
@@ -124,9 +127,9 @@ class BlackBox:
     def _hire(self, arena: Arena, study: Any, crew: Crew, number: int | None, worker: int) -> None:
         """A trial, new or of a number, gets a seat, after what is in the journal of it already."""
         began = time.perf_counter()
-        trial, setting, reported = self._asked(arena, study, number, worker)
-        one = self._trial_of(arena, trial.number, setting, time.perf_counter() - began)
-        self._seat(arena, study, crew, one, _Course(trial, setting, reported), None)
+        course = self._asked(arena, study, number, worker)
+        one = self._trial_of(arena, course, time.perf_counter() - began)
+        self._seat(arena, study, crew, one, course, None)
 
     def _seat(
         self, arena: Arena, study: Any, crew: Crew, one: Trial, course: "_Course", found: Evaluation | None
@@ -135,8 +138,7 @@ class BlackBox:
         rungs = self.rungs(arena.setup)
         while found is None or self._goes_on(arena, study, course, found, one.training):
             if found is not None:
-                course.rung += 1
-                one.keep()
+                one = self._climbed(arena, one, course)
             at = rungs[course.rung]
             found = arena.found(one.number, at)
             if found is not None:
@@ -151,53 +153,89 @@ class BlackBox:
                 found = one.to(at)
         one.forget()
 
-    def _trial_of(self, arena: Arena, number: int, setting: Setting, seconds: float) -> Trial:
-        def make(saved: dict[str, Any] | None) -> Training:
-            return Training(arena.problem(setting, number), arena.counter, saved)
+    def _squeezes(self, arena: Arena) -> bool:
+        """Whether each rung is trained from scratch, with the whole schedule in it.
 
-        return Trial(arena, number, setting, make, seconds)
+        A comparison from when trials always went on from their last rung stays as it was begun.
+        """
+        went_on = any(e.status == "ok" and e.cost < e.steps for e in arena.past())
+        return self.early and not went_on and any(hyper.windows > 1 for hyper in arena.setup.hypers.values())
+
+    def _trial_of(self, arena: Arena, course: "_Course", seconds: float = 0.0) -> Trial:
+        """The training of a trial on its rung."""
+        number, setting, file = course.trial.number, course.setting, ""
+        steps = replicate = 0
+        if course.squeezed:
+            steps, replicate = self.rungs(arena.setup)[course.rung], course.rung
+            file = f"trial-{number:05d}-{steps}.pt"
+
+        def make(saved: dict[str, Any] | None) -> Training:
+            return Training(arena.problem(setting, number, steps, replicate), arena.counter, saved)
+
+        return Trial(arena, number, setting, make, seconds, file)
+
+    def _climbed(self, arena: Arena, one: Trial, course: "_Course") -> Trial:
+        """A trial on its next rung."""
+        course.rung += 1
+        if not course.squeezed:
+            one.keep()
+            return one
+        one.forget()
+        return self._trial_of(arena, course)
 
     def study(self, arena: Arena) -> Any:
-        """The study on disk, of this method and seed."""
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
+        """The study on disk, of this method and seed; made anew from the journal where it is lost."""
+        study = studies.opened(arena, len(self.rungs(arena.setup)) if self.early else 0)
+        if arena.past() and not study.get_trials(deepcopy=False):
+            self._relive(arena, study)
+        return study
 
-        pruner: Any = optuna.pruners.NopPruner()
-        if self.early:
-            most = hyperband.ETA ** (len(self.rungs(arena.setup)) - 1)  # rungs are told as powers of η
-            pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=most, reduction_factor=hyperband.ETA)
-        return optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(arena.dir / STUDY))),
-            study_name=f"{arena.method}-{arena.seed}",
-            direction="minimize",
-            sampler=self._sampler(arena.seed, 0),
-            pruner=pruner,
-            load_if_exists=True,
-        )
+    def _relive(self, arena: Arena, study: Any) -> None:
+        """Tell an empty study all that is in the journal, in the order in which it came."""
+        from optuna.samplers import PartialFixedSampler, RandomSampler
+        from optuna.trial import TrialState
 
-    def _sampler(self, seed: int, number: int) -> Any:
+        past, space = arena.past(), arena.setup.axes
+        courses = {}
+        for number in range(1 + max(e.trial for e in past)):
+            values = next((e.values for e in past if e.trial == number), None)
+            study.sampler = RandomSampler()
+            if values is not None:
+                study.sampler = PartialFixedSampler(numbers_of(values, space), study.sampler)
+            trial = study.ask()
+            if values is None:  # it had not come to its first evaluation
+                study.tell(trial, state=TrialState.FAIL)
+                continue
+            for axis in space:
+                trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log)
+            courses[number] = _Course(trial, values, {}, self._squeezes(arena))
+        for e in past:
+            courses[e.trial].rung = self.rungs(arena.setup).index(e.steps)
+            self._goes_on(arena, study, courses[e.trial], e, None)
+
+    def _sampler(self, arena: Arena, number: int) -> Any:
         from optuna import samplers
 
-        own = seeds.mix(seed, number, seeds.INIT) % 2**32
+        own = seeds.mix(arena.seed, number, seeds.INIT)
         if self.sampler == "gp":
-            return samplers.GPSampler(seed=own)
-        if self.sampler == "tpe":
-            return samplers.TPESampler(multivariate=True, constant_liar=True, seed=own)
-        return samplers.RandomSampler(seed=own)
+            return samplers.GPSampler(seed=own % 2**32)
+        uniform = samplers.RandomSampler(seed=own % 2**32)
+        if self.sampler == "random":
+            return uniform
+        return samplers.PartialFixedSampler(bohb.propose(arena.setup.axes, arena.past(), own), uniform)
 
     def _trial(self, arena: Arena, study: Any, number: int | None, worker: int) -> None:
         """One trial, new or taken up again, up to its end or to where the pruner ends it."""
-        setup, began = arena.setup, time.perf_counter()
-        trial, setting, reported = self._asked(arena, study, number, worker)
-        one = self._trial_of(arena, trial.number, setting, time.perf_counter() - began)
-        course = _Course(trial, setting, reported)
-        for course.rung, at in enumerate(self.rungs(setup)):
-            if arena.found(trial.number, at) is None and not arena.purse.allows(at - one.since):
+        rungs, began = self.rungs(arena.setup), time.perf_counter()
+        course = self._asked(arena, study, number, worker)
+        one = self._trial_of(arena, course, time.perf_counter() - began)
+        while True:
+            at = rungs[course.rung]
+            if arena.found(one.number, at) is None and not arena.purse.allows(at - one.since):
                 return  # it stays open, and goes on from its last rung if the budget grows
             if not self._goes_on(arena, study, course, one.to(at), one.training):
                 break
-            one.keep()
+            one = self._climbed(arena, one, course)
         one.forget()
 
     def _goes_on(self, arena: Arena, study: Any, course: "_Course", found: Evaluation, training: Trains | None) -> bool:
@@ -208,7 +246,7 @@ class BlackBox:
         if found.status.startswith("crashed"):
             study.tell(trial, state=TrialState.FAIL)
             return False
-        told = min(found.val_loss, _ceiling(study, arena, course.setting, trial.number, training))
+        told = min(found.val_loss, studies.ceiling(study, arena, course.setting, trial.number, training))
         if found.steps == self.rungs(arena.setup)[-1] and (math.isfinite(found.val_loss) or not self.early):
             study.tell(trial, told)
             return False
@@ -219,22 +257,20 @@ class BlackBox:
             return False
         return True
 
-    def _asked(
-        self, arena: Arena, study: Any, number: int | None, worker: int
-    ) -> tuple[Any, Setting, dict[int, float]]:
-        """A trial, new or that of a number, its setting, and what it has reported so far."""
+    def _asked(self, arena: Arena, study: Any, number: int | None, worker: int) -> "_Course":
+        """A trial, new or that of a number, on its first rung."""
         from optuna.trial import Trial as OptunaTrial
 
         space = arena.setup.axes
         among = study.get_trials(deepcopy=False)
-        study.sampler = self._sampler(arena.seed, (len(among) if number is None else number) + worker * 2**16)
+        study.sampler = self._sampler(arena, (len(among) if number is None else number) + worker * 2**16)
         if number is None:
             trial, reported = study.ask(), {}
         else:
             trial, reported = OptunaTrial(study, among[number]._trial_id), among[number].intermediate_values
-            _catch_up(study, trial, among[number], [axis.name for axis in space])
+            studies.catch_up(study, trial, among[number], [axis.name for axis in space])
         chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
-        return trial, setting_of(arena.setup.hypers, chosen, space), reported
+        return _Course(trial, setting_of(arena.setup.hypers, chosen, space), reported, self._squeezes(arena))
 
 
 @dataclass
@@ -244,49 +280,10 @@ class _Course:
     trial: Any
     setting: Setting
     reported: dict[int, float]
+    squeezed: bool  # trained from scratch on every rung
     rung: int = 0
 
 
 def _affords(arena: Arena, crew: Crew, steps: int) -> bool:
     """Whether the purse allows so many steps besides what the crew is at."""
     return arena.purse.allows(steps + sum(seat.left for seat in crew), crew.seconds)
-
-
-def _catch_up(study: Any, trial: Any, saved: Any, names: Sequence[str]) -> None:
-    """Of a trial that was killed between two axes, draw the first ones again, unused: the sampler's stream goes on."""
-    from optuna import pruners
-
-    if all(name in saved.params for name in names):
-        return
-    relative = trial.relative_params  # drawn before all others, together
-    for name, distribution in saved.distributions.items():
-        if name not in relative and not distribution.single():
-            study.sampler.sample_independent(pruners._filter_study(study, saved), saved, name, distribution)
-
-
-def _ceiling(study: Any, arena: Arena, setting: Setting, number: int, training: Trains | None = None) -> float:
-    """The most that a search is told, from the first trial that got so far."""
-    if "ceiling" not in study.user_attrs:
-        problem = arena.problem(setting, number) if training is None else training.problem
-        study.set_user_attr("ceiling", CEILING * float(problem.validation_loss(problem.start, 1)))
-    return float(study.user_attrs["ceiling"])
-
-
-class quiet:  # noqa: N801 - reads as a word
-    """Optuna without its log lines, and without warnings about what is meant."""
-
-    def __enter__(self) -> None:
-        import optuna
-
-        self._before = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
-        for text in (".*experimental.*", ".*multivariate.*", ".*constant_liar.*", ".*non-finite.*", ".*infinite.*"):
-            warnings.filterwarnings("ignore", message=text)
-
-    def __exit__(self, *what: Any) -> None:
-        import optuna
-
-        self._warnings.__exit__(*what)
-        optuna.logging.set_verbosity(self._before)

@@ -53,15 +53,31 @@ def setting_of(hypers: Mapping[str, Hyper], chosen: Mapping[str, float], where: 
     return setting
 
 
-def draw(hypers: Mapping[str, Hyper], where: Sequence[Axis], seed: int) -> Setting:
-    """A setting at random, uniform in each hyperparameter's own scale."""
+def numbers_of(setting: Setting, where: Sequence[Axis]) -> dict[str, float]:
+    """The numbers of a setting by name.
+
+    >>> numbers_of({"lr": [0.1, 0.2]}, axes({"lr": Hyper(0.0, windows=2, step=0.1)}, 10))
+    {'lr[0]': 0.1, 'lr[1]': 0.2}
+    """
+    left = {key: iter(numbers) for key, numbers in setting.items()}
+    return {axis.name: next(left[axis.key]) for axis in where}
+
+
+def uniform(where: Sequence[Axis], seed: int) -> dict[str, float]:
+    """A number for every axis at random, uniform in its hyperparameter's own scale."""
     chance = np.random.default_rng(seed)
     numbers = {}
     for axis in where:
         ends = (math.log(axis.low), math.log(axis.high)) if axis.log else (axis.low, axis.high)
         number = float(chance.uniform(*ends))
-        numbers[axis.name] = math.exp(number) if axis.log else number
-    return setting_of(hypers, numbers, where)
+        number = math.exp(number) if axis.log else number
+        numbers[axis.name] = min(max(number, axis.low), axis.high)  # exp may round beyond an end
+    return numbers
+
+
+def draw(hypers: Mapping[str, Hyper], where: Sequence[Axis], seed: int) -> Setting:
+    """A setting at random."""
+    return setting_of(hypers, uniform(where, seed), where)
 
 
 def hypers_for(setting: Setting, hypers: Mapping[str, Hyper], rule: Rule, steps: int) -> dict[str, Hyper]:

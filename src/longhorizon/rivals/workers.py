@@ -18,9 +18,10 @@ from pathlib import Path
 
 from longhorizon.problem import environment
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
-from longhorizon.rivals.blackbox import BlackBox, quiet
+from longhorizon.rivals.blackbox import BlackBox
 from longhorizon.rivals.budget import Purse, parse_budget
 from longhorizon.rivals.ledger import Evaluation, Ledger
+from longhorizon.rivals.studies import quiet
 from longhorizon.rundir import RunDirectory, RunError
 
 WAIT = 60.0  # seconds that workers of a killed process have to notice

@@ -1,0 +1,73 @@
+"""Optuna's studies: where they are kept, what they are told, and how a trial is taken up again."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from longhorizon.rivals import hyperband
+from longhorizon.rivals.arena import Arena
+from longhorizon.rivals.space import Setting
+from longhorizon.rivals.training import Trains
+
+STUDY = "study.log"
+CEILING = 2.0  # times the loss of an untrained network
+
+
+def opened(arena: Arena, rungs: int) -> Any:
+    """The study in a method's folder, made if there is none; with so many rungs if trials may end early."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    pruner: Any = optuna.pruners.NopPruner()
+    if rungs:
+        most = hyperband.ETA ** (rungs - 1)  # rungs are told as powers of η
+        pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=most, reduction_factor=hyperband.ETA)
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(arena.dir / STUDY))),
+        study_name=f"{arena.method}-{arena.seed}",
+        direction="minimize",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+        pruner=pruner,
+        load_if_exists=True,
+    )
+
+
+def catch_up(study: Any, trial: Any, saved: Any, names: Sequence[str]) -> None:
+    """Of a trial that was killed between two axes, draw the first ones again, unused: the sampler's stream goes on."""
+    from optuna import pruners
+
+    if all(name in saved.params for name in names):
+        return
+    relative = trial.relative_params  # drawn before all others, together
+    for name, distribution in saved.distributions.items():
+        if name not in relative and not distribution.single():
+            study.sampler.sample_independent(pruners._filter_study(study, saved), saved, name, distribution)
+
+
+def ceiling(study: Any, arena: Arena, setting: Setting, number: int, training: Trains | None = None) -> float:
+    """The most that a search is told, from the first trial that got so far."""
+    if "ceiling" not in study.user_attrs:
+        problem = arena.problem(setting, number) if training is None else training.problem
+        study.set_user_attr("ceiling", CEILING * float(problem.validation_loss(problem.start, 1)))
+    return float(study.user_attrs["ceiling"])
+
+
+class quiet:  # noqa: N801 - reads as a word
+    """Optuna without its log lines, and without warnings about what is meant."""
+
+    def __enter__(self) -> None:
+        import optuna
+
+        self._before = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        for text in (".*experimental.*", ".*multivariate.*", ".*constant_liar.*", ".*non-finite.*", ".*infinite.*"):
+            warnings.filterwarnings("ignore", message=text)
+
+    def __exit__(self, *what: Any) -> None:
+        import optuna
+
+        self._warnings.__exit__(*what)
+        optuna.logging.set_verbosity(self._before)
