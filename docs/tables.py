@@ -214,6 +214,25 @@ def trust_tune() -> str:
     return _table([*head, "inner steps", "time in plain runs"], rows)
 
 
+def trust_figure1() -> str:
+    """The same on CIFAR-10: what the ways to estimate hypergradients come to; seconds of seeds that ran alone."""
+    found = json.loads((EXPERIMENTS / "figure1.json").read_text())
+    names = {"fds-forward-clip10": "clip 10", "fds-hybrid": "hybrid", "fds-smoothed": "smoothed"}
+    rows = []
+    for start, name in names.items():
+        cards = [c for c in found["entrants"] if c["label"].startswith(start) and c.get("growth") == 1.5]
+        own = [row for row in found["table"] if cards and row["method"] == cards[0]["label"]]
+        alone = {card["seed"] for card in cards if not any(s.get("shared") for s in card["sittings"])}
+        took = [c["total_seconds"] for c in found["choices"] if own and c["method"] == own[0]["method"]]
+        seeds = [c["seed"] for c in found["choices"] if own and c["method"] == own[0]["method"]]
+        seconds = [f"{t:.0f}" for t, seed in zip(took, seeds, strict=True) if seed in alone]
+        for row in own:
+            accuracy = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f}"
+            precision = cards[0]["precision"]
+            rows.append([name, precision, accuracy, str(row["seeds"]), ", ".join(seconds)])
+    return _table(["estimates", "plain runs in", "test accuracy, %", "seeds", "seconds of a search, by seed"], rows)
+
+
 def meters() -> str:
     """What the meters cost."""
     found = _result("meters.json")["engines"]
@@ -235,6 +254,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trust_quality": trust_quality,
     "trust_sure": trust_sure,
     "trust_tune": trust_tune,
+    "trust_figure1": trust_figure1,
     "meters": meters,
 }
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.S)

@@ -75,6 +75,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--test", choices=["all", "last", "none"], default="all", help="which choices to test")
     parser.add_argument("--test-seeds", type=int, default=3, help="trainings per test")
+    parser.add_argument(
+        "--from-kept", action="store_true", help="searches and grids go on from what was kept of them, if not in --work"
+    )
     parser.add_argument("--shared", action="store_true", help="others work on the device too: seconds are too long")
 
 
@@ -135,6 +138,8 @@ class Contest:
         args, label = self.args, f"{entrant.label}, seed {seed}"
         place = self.folder / f"{entrant.label}-{seed}"
         card = place / "entrant.json"
+        if args.from_kept:
+            self._lay_out(place, label)
         known = json.loads(card.read_text()) if card.exists() else {"sittings": []}
         here = {k: v for k, v in record.environment(args.device.split(":")[0]).items() if k != "load_before"}
         here |= {"tf32": entrant.precision == "tf32"} | ({"commit": args.commit} if args.commit else {})
@@ -196,6 +201,21 @@ class Contest:
                 record.write(self.kept / "settings.json", plain(self.settings))
                 record.write(self.kept / f"{name}.json", one.to_dict())
         return gathered([found[name] for name in sorted(found)])
+
+    def _lay_out(self, place: Path, label: str) -> None:
+        """An entrant's folder from what was kept of it: all that a search goes on from is its journal."""
+        path = self.kept / f"{place.name}.json" if self.kept else None
+        if path is None or not path.exists() or (place / "entrant.json").exists():
+            return
+        one = Entered.read(path)
+        if one.card["method"] in ("fds", "greedy"):  # they go on from the state of their outer optimizer
+            raise SystemExit(f"--from-kept: {label} cannot go on from its evaluations; give the --work that it ran in.")
+        say(f"{label}: goes on from {len(one.evaluations)} evaluations that were kept")
+        lines = {"journal.jsonl": [e.to_dict() for e in one.evaluations], "tests.jsonl": [asdict(t) for t in one.tests]}
+        place.mkdir(parents=True, exist_ok=True)
+        for name, contents in lines.items():
+            (place / name).write_text("".join(json.dumps(plain(content)) + "\n" for content in contents))
+        record.write(place / "entrant.json", one.card)
 
     def _place_to_keep(self, place: Path) -> Path | None:
         """The folder of entrants that were kept, if they had these settings."""

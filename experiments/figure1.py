@@ -63,7 +63,7 @@ def main() -> None:
     seeds = numbers("--seeds", args.seeds, int)
     horizons = tuple(numbers("--horizons", args.horizons, float))
     wanted = contest.entrants([name.strip() for name in args.methods.split(",") if name.strip()], horizons, args)
-    budget = "3 runs" if args.smoke else args.budget
+    budget = "12 runs" if args.smoke else args.budget  # of which many diverge
     try:
         parse_budget(args.budget, 1)
     except ValueError as error:

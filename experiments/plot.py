@@ -163,15 +163,24 @@ def _learnt(steps: list[dict[str, Any]]) -> Figure | None:
             lr = step["values"]["lr"]
             place = (0.0, 100 / len(lr))
             lines.append(Line(str(i), [*lr, lr[-1]], place, figures.ramp(i, count), 1.2 + (i == count), "steps"))
-        panels.append(Panel(label, "training (%)", "learning rate", lines))
+        panels.append(Panel(_short(label), "training (%)", "learning rate", lines))
         for key, line in others.items():
             line.append(Line(label, [step["values"][key][0] for step in own], colour=colour, width=2.0))
-    legend = list(zip(_colours(labels), labels, strict=True))  # of both panels
-    for key, lines in others.items():
+    names = list(zip(_colours(labels), map(_short, labels), strict=True))
+    half = -(-len(names) // 2)  # one legend for both panels, under both
+    for (key, lines), legend in zip(others.items(), (names[:half], names[half:]), strict=True):
         panels.append(Panel(key.replace("_", " "), "outer step", "", lines, legend=legend, whole=True))
-        legend = []
     last = max((step["index"] for step in steps), default=0)
     return Figure("figure1-learnt", "What FDS has learnt", "", panels, ramp=(0, last)) if labels else None
+
+
+def _short(label: str) -> str:
+    """An entrant in a few words.
+
+    >>> _short("fds-forward-clip10-growth1.5-bf16")
+    'forward, clip 10, γ grows, bf16'
+    """
+    return label.removeprefix("fds-").replace("clip", "clip ").replace("growth1.5", "γ grows").replace("-", ", ")
 
 
 def _regret(found: dict[str, Any]) -> Figure:

@@ -31,6 +31,7 @@ from longhorizon.outer_step import plain
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 WORK = HERE.parent / "runs" / "experiments"
+LINE = 1000  # letters of an entry of a list that is written in one line
 
 
 def _load(path: Path) -> ModuleType:
@@ -195,7 +196,7 @@ def tested(
 
 
 def write(path: Path, content: Any) -> None:
-    """JSON, written aside and renamed: no reader sees half a file. A list of numbers is one line."""
+    """JSON, written aside and renamed: no reader sees half a file. A list of numbers is one line, as is an entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # two calls may share a folder
     partial.write_text(_json(plain(content)) + "\n")
@@ -208,7 +209,8 @@ def _json(value: Any, indent: str = "") -> str:
         lines = [f"{inner}{json.dumps(str(key))}: {_json(v, inner)}" for key, v in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(v, list | dict) for v in value):
-        return "[\n" + ",\n".join(inner + _json(v, inner) for v in value) + f"\n{indent}]"
+        lines = [line if len(line := json.dumps(v)) <= LINE else _json(v, inner) for v in value]
+        return "[\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}]"
     return json.dumps(value)
 
 

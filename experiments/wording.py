@@ -13,7 +13,7 @@ def accuracy(values: list[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    if seconds < 100:
+    if seconds < 600:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 

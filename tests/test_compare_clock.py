@@ -37,7 +37,7 @@ def test_a_stretch_that_is_repeated_after_a_kill_is_not_on_the_clock(tmp_path, m
 @pytest.mark.parametrize("method", ["fds", "random", "row"])
 def test_writing_checkpoints_is_on_nobodys_clock(tmp_path, monkeypatch, method):
     if method == "row":
-        monkeypatch.setattr(rows, "width", lambda arena: 2)
+        monkeypatch.setattr(rows, "width", lambda arena, *runs: 2)
     saves, save = 0, Arena.save
 
     def slow(self, *given):

@@ -23,7 +23,7 @@ METHODS = ["random", "bo", "hyperband", "bohb"]
 @pytest.fixture
 def four(monkeypatch):
     """Seats for four."""
-    monkeypatch.setattr(rows, "width", lambda arena: 4)
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: 4)
 
 
 def settings_for(method, **changes):
@@ -100,7 +100,7 @@ def test_trials_go_on_where_there_is_room_for_fewer_or_more(tmp_path, monkeypatc
     with pytest.raises(lh.Interrupted):
         compare(tmp_path / "r", watcher=Watcher(progress=Stops(5)), **settings_for("random"))
     assert len(list((tmp_path / "r").rglob("trial-*.pt"))) == 4
-    monkeypatch.setattr(rows, "width", lambda arena: now)
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: now)
     found = without_order(compare(tmp_path / "r", **settings_for("random")).evaluations)
     assert [(e["trial"], e["steps"], e["cost"], e["values"]) for e in found] == [
         (e["trial"], e["steps"], e["cost"], e["values"]) for e in calm

@@ -298,6 +298,11 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     shutil.rmtree(folder)
     again = inside("figure1", "--gather")  # from what was kept of each entrant
     assert lasting(again) | {"command": both["command"]} == lasting(both)
+    inside("figure1", "--methods", "bohb", "--from-kept")  # its budget is spent
+    assert inside("figure1", "--gather")["table"] == both["table"]
+    assert "study.log" in {path.name for path in (folder / "bohb-0" / "bohb-0").iterdir()}
+    with pytest.raises(SystemExit, match="--from-kept: fds-adjoint, seed 0 cannot go on from its evaluations"):
+        inside("figure1", "--from-kept")
     signs = inside("figure1_signs", "--label", "fds-forward-clip10", "--at", "0,2")
     assert [(p["index"], p["steps"], p["values"]) for p in signs["points"]] == [(0, 7, 9), (2, 7, 9)]
     seen = next(s for s in both["outer_steps"] if (s["method"], s["index"]) == ("fds-forward-clip10", 2))

@@ -1,12 +1,14 @@
 """Smoothed differences by a factorial design: right to second order, honest about their error, and never lost."""
 
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import longhorizon as lh
+from longhorizon.engines.choose import trusted
 from longhorizon.engines.design import folded, hadamard
 from longhorizon.engines.factorial import effects
 from longhorizon.problem import environment, make_problem
@@ -62,6 +64,29 @@ def cliff(far=None):
 
 
 # --- designs ---
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "together", "engine"),
+    [
+        ("bf16", "cuda", 25, lh.Factorial),
+        ("bf16", "cuda", 1, lh.Hybrid),  # no runs side by side
+        ("float32", "cuda", 25, lh.Hybrid),
+        ("bf16", "cpu", 25, lh.Hybrid),
+    ],
+)
+def test_tuning_smooths_all_values_where_that_costs_least(monkeypatch, precision, device, together, engine):
+    one = make_problem(problem("mlp").task, lh.sgd(), HYPERS, 9, 0)
+    one.device, one.runs = torch.device(device), 12
+    asked = []
+    choosing = sys.modules["longhorizon.engines.choose"]  # its name in the package is the function's
+    monkeypatch.setattr(choosing, "free_memory", lambda device: 2**30)
+    monkeypatch.setattr("longhorizon.cuda.current_precision", lambda: precision)
+    monkeypatch.setattr(choosing, "at_once", lambda *g: asked.append(g[1:]) or together)
+    chosen, why = trusted(one)
+    assert isinstance(chosen, engine)
+    assert asked == ([(17, 12)] if (precision, device) == ("bf16", "cuda") else [])
+    assert ("17 plain training runs, 25 side by side in bf16" in why) == (engine is lh.Factorial)
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 4, 5, 9, 12, 13, 20, 21, 25, 33, 41])

@@ -337,16 +337,22 @@ def test_a_design_in_bfloat16_trains_its_middle_run_along(monkeypatch):
     assert all(bool(found.error[key].isfinite().all()) for key in HYPERS)
 
 
+def test_tuning_smooths_all_values_where_runs_stand_side_by_side_in_bfloat16():
+    for precision, engine in (("bf16", lh.Factorial), ("float32", lh.Hybrid)):
+        how = {"steps": 4, "outer_steps": 1, "precision": precision}
+        assert lh.tune(picture_task(), lh.sgd(), HYPERS, **how).history[0].engine.startswith(str(engine()))
+
+
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
 def test_trials_side_by_side_are_the_same_trials(monkeypatch):
     monkeypatch.setattr(compile, "WORTH_COMPILING", 1)
     settings = {"methods": ["grid"], "steps": 8, "outer_steps": 2, "budget": "10 runs", "test": "none"}
     task, wide = picture_task(), []
     width = rows.width
-    monkeypatch.setattr(rows, "width", lambda arena: wide.append(width(arena)) or wide[-1])
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: wide.append(width(arena, *runs)) or wide[-1])
     row = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
     assert set(wide) == {rows.WIDTH}
-    monkeypatch.setattr(rows, "width", lambda arena: 1)
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: 1)
     single = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
     assert [e.key for e in row] == [e.key for e in single]
     calm = [(a.val_loss, b.val_loss) for a, b in zip(row, single, strict=True) if b.val_loss < 3]  # the rest amplify

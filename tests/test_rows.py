@@ -22,7 +22,7 @@ alone = rows.alone
 @pytest.fixture
 def four(monkeypatch):
     """Rows of four."""
-    monkeypatch.setattr(rows, "width", lambda arena: 4)
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: 4)
 
 
 def settings_for(method, **changes):
@@ -33,7 +33,7 @@ def settings_for(method, **changes):
 def test_a_row_is_the_same_trials(method, monkeypatch):
     """To rounding; and every step is charged and taken once."""
     single = compare(**settings_for(method)).evaluations
-    monkeypatch.setattr(rows, "width", lambda arena: 4)
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: 4)
     streams = []
     row = compare(task=counted_task(streams), **settings_for(method)).evaluations
     assert [e.key for e in row] == [e.key for e in single]
@@ -109,7 +109,7 @@ def test_a_row_goes_on_where_there_is_room_for_fewer_or_more(tmp_path, monkeypat
     calm = {e.key: e.cost for e in compare(**settings_for("grid")).evaluations}
     with pytest.raises(lh.Interrupted):
         compare(tmp_path / "r", watcher=Watcher(progress=Stops(1)), **settings_for("grid"))
-    monkeypatch.setattr(rows, "width", lambda arena: now)
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: now)
     monkeypatch.setattr(rows, "alone", alone if now == 1 else None)  # rows that fail would be trained one by one
     found = compare(tmp_path / "r", **settings_for("grid")).evaluations
     assert {e.key: e.cost for e in found} == calm
@@ -186,6 +186,17 @@ def test_a_crash_is_found_by_training_each_alone(four):
     found = compare(task=make_task(model=model), **settings_for("grid", budget="4 runs")).evaluations
     assert [e.status for e in found if e.status != "ok"] == ["crashed: OSError: the disk went away"]
     assert len(found) == 5
+
+
+def test_the_whole_grid_stands_in_wider_rows_than_a_search(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rows.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(lh.problem.Problem, "worth_compiling", lambda self, steps: True)
+    monkeypatch.setattr(lh.problem.Problem, "stepper", lambda self, steps: self.train_step)
+    monkeypatch.setattr(rows, "at_once", lambda problem, runs: asked.append(runs) or 1)
+    for method in METHODS:
+        compare(**settings_for(method, budget="1 runs"))
+    assert asked == [135, rows.WIDTH]
 
 
 def test_on_the_cpu_trials_run_one_by_one(monkeypatch):

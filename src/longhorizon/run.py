@@ -95,8 +95,9 @@ def tune(
         outer: how values move: `SignDescent()` (default), `GradientDescent()`, or a function from parameters to a
             `torch.optim` optimizer.
         engine: how to differentiate. "auto" takes exact hypergradients, from the adjoint where it fits into memory, and
-            smoothed differences for values whose exact one cannot be trusted (see `Hybrid`); with more than 21 values
-            it takes the exact engine that `hypergradient` would.
+            smoothed differences for values whose exact one cannot be trusted (see `Hybrid`). With `precision="bf16"` on
+            a GPU it takes smoothed differences for all (see `Factorial`), where the model's training runs can stand
+            side by side. With more than 21 values it takes the exact engine that `hypergradient` would.
         seed: of everything.
         seeds: training runs to average each hypergradient over.
         gate: what a value does whose hypergradient is doubted (see `OuterStep.doubts`): "off" moves it all the same,

@@ -70,6 +70,7 @@ class Grid(Method):
 
     def run(self, arena: Arena) -> None:
         settings = appendix_f()
+        rows.width(arena, len(settings))  # all are alike, so that a wide row has no lane to spare
         rows.recompile(arena)
         jobs = [rows.Job(trial, settings[trial]) for trial in order(arena.seed, len(settings))]
         rows.evaluate(arena, jobs, arena.setup.steps)

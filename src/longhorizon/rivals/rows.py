@@ -39,11 +39,14 @@ class Job:
     seconds: float = 0.0  # what it cost to choose the setting
 
 
-def width(arena: Arena) -> int:
-    """How many trials of this method are trained at once; 1 for one after the other."""
+def width(arena: Arena, runs: int = WIDTH) -> int:
+    """How many trials of this method are trained at once, of so many; 1 for one after the other.
+
+    It is decided once, when it is first asked for.
+    """
     if arena.width is None and torch.cuda.is_available():
         problem = _any(arena)
-        arena.width = at_once(problem, WIDTH) if problem.worth_compiling(arena.setup.steps) else 1
+        arena.width = at_once(problem, runs) if problem.worth_compiling(arena.setup.steps) else 1
     return arena.width or 1
 
 
