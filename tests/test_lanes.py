@@ -360,6 +360,16 @@ def test_few_steps_are_not_traced():
         assert len(made[0].inner.cache) == 1
 
 
+def test_a_batched_step_is_tried_once_for_runs_of_one_kind(monkeypatch):
+    tried, batched = [], lanes.batched
+    monkeypatch.setattr(lanes, "batched", lambda problem: tried.append(1) or batched(problem))
+    with environment():
+        made = runs(problem("mlp"))
+        assert [lanes.at_once(one, 4) for one in made] == [4, 4, 4]
+        assert lanes.at_once(made[0], 3) == 3
+    assert tried == [1]
+
+
 def test_no_more_at_once_than_memory_has_room_for(monkeypatch):
     with environment():
         (one,) = runs(Case(task_of(mlp)), seeds=[0])

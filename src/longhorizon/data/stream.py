@@ -172,9 +172,14 @@ class Stream:
         offset = torch.randint(2 * pad + 1, (2, count), generator=generator) + self._data.pad - pad
         mirrored = torch.randint(2, (count, 1, 1, 1), generator=generator, dtype=torch.bool)
         device = self._data.labels.device
-        index, row, column = torch.cat((order[None], offset)).to(device)
-        drawn = (index, row, column, mirrored.to(device), self._data.labels[index])
+        index, row, column = _sent(torch.cat((order[None], offset)), device)
+        drawn = (index, row, column, _sent(mirrored, device), self._data.labels[index])
         return list(zip(*(tensor.split(self._batch_size) for tensor in drawn), strict=True))
+
+
+def _sent(drawn: Tensor, device: torch.device) -> Tensor:
+    """On its way to a device; from pinned memory, so that nobody waits until the device is done with its work."""
+    return drawn.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else drawn.to(device)
 
 
 def split(count: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
