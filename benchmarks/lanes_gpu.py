@@ -1,6 +1,7 @@
 """What training runs side by side gain on a GPU, in float32 and bfloat16: WRN-16-1, batch 256, images like CIFAR-10's.
 
     python benchmarks/lanes_gpu.py        two minutes on an H200, most of it compiling
+    python benchmarks/lanes_gpu.py --profile 25        where the time of a step of 25 lanes in bfloat16 goes; no result
 
 Milliseconds for one step of one run, making batches included: alone (compiled), and as one of several lanes. `error` is
 what a step of lanes does to the parameters, against a plain one in float64, relative to how far they move; that of
@@ -64,6 +65,31 @@ def measure(task: lh.Task, device: str, precision: Any, lanes: int, steps: int) 
     return found | {"first_steps_s": round(first, 1)}
 
 
+def profile(task: lh.Task, device: str, lanes: int, steps: int = 20) -> None:
+    """Seconds on the clock and on the device, and the kernels that take most."""
+    with around("bf16"):
+        traces = lh.Traces()
+        problems = [make_problem(task, lh.sgd(), HYPERS, 10_000, seed, traces=traces) for seed in range(lanes)]
+        row = Lanes(problems)
+        for t in range(5):
+            row.step(t)
+        began = done(device)
+        for t in range(5, 5 + steps):
+            row.step(t)
+        queued = time.perf_counter() - began
+        taken = done(device) - began
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds) as seen:
+            for t in range(5, 5 + steps):
+                row.step(t)
+            done(device)
+    rows = [e for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(e.self_device_time_total for e in rows) / 1e3 / steps
+    print(f"{1e3 * taken / steps:.2f} ms a step, {1e3 * queued / steps:.2f} until it is queued, {busy:.2f} of kernels")
+    for e in sorted(rows, key=lambda e: -e.self_device_time_total)[:30]:
+        print(f"{e.self_device_time_total / 1e3 / steps:8.3f} ms {e.count / steps:6.1f} times  {e.key[:90]}")
+
+
 def moved(problem: Problem, params: dict[str, torch.Tensor]) -> torch.Tensor:
     start = problem.start.params
     return torch.cat([(p - start[name]).double().cpu().flatten() for name, p in params.items()])
@@ -93,7 +119,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=105, help="that are taken; the first five are not timed")
     parser.add_argument("--lanes", default="1,8,16,24", help="with commas between them")
+    parser.add_argument("--profile", type=int, metavar="LANES", help="only look where the time goes")
     args = parser.parse_args()
+    if args.profile:
+        profile(make_task(args.device, args.batch), args.device, args.profile)
+        return
     if args.steps <= 5:
         raise SystemExit(f"--steps {args.steps}: the first five are not timed; give more.")
     task, rows = make_task(args.device, args.batch), []
