@@ -221,6 +221,7 @@ def trust_figure1() -> str:
     rows = []
     for start, name in names.items():
         cards = [c for c in found["entrants"] if c["label"].startswith(start) and c.get("growth") == 1.5]
+        cards = [card for card in cards if card["label"] == cards[0]["label"]]
         own = [row for row in found["table"] if cards and row["method"] == cards[0]["label"]]
         alone = {card["seed"] for card in cards if not any(s.get("shared") for s in card["sittings"])}
         took = [c["total_seconds"] for c in found["choices"] if own and c["method"] == own[0]["method"]]

@@ -138,8 +138,7 @@ class Contest:
         args, label = self.args, f"{entrant.label}, seed {seed}"
         place = self.folder / f"{entrant.label}-{seed}"
         card = place / "entrant.json"
-        if args.from_kept:
-            self._lay_out(place, label)
+        earlier = self._lay_out(place, label) if args.from_kept else None
         known = json.loads(card.read_text()) if card.exists() else {"sittings": []}
         here = {k: v for k, v in record.environment(args.device.split(":")[0]).items() if k != "load_before"}
         here |= {"tf32": entrant.precision == "tf32"} | ({"commit": args.commit} if args.commit else {})
@@ -182,6 +181,7 @@ class Contest:
             test_seeds=test_seeds,
             precision=entrant.precision,  # type: ignore[arg-type]
             dir=place,
+            earlier=earlier,
             watcher=Watcher(on_evaluation=told, progress=ticks, note=say),
         )
         say(f"{label}: done")
@@ -202,20 +202,23 @@ class Contest:
                 record.write(self.kept / f"{name}.json", one.to_dict())
         return gathered([found[name] for name in sorted(found)])
 
-    def _lay_out(self, place: Path, label: str) -> None:
-        """An entrant's folder from what was kept of it: all that a search goes on from is its journal."""
+    def _lay_out(self, place: Path, label: str) -> Path | None:
+        """The journal of an entrant that was kept, in a folder of its own: all that a search goes on from."""
         path = self.kept / f"{place.name}.json" if self.kept else None
         if path is None or not path.exists() or (place / "entrant.json").exists():
-            return
-        one = Entered.read(path)
+            return None
+        one, folder = Entered.read(path), place.with_name(f"{place.name}-kept")
         if one.card["method"] in ("fds", "greedy"):  # they go on from the state of their outer optimizer
-            raise SystemExit(f"--from-kept: {label} cannot go on from its evaluations; give the --work that it ran in.")
+            say(f"{label}: cannot go on from its evaluations, and begins anew; or give the --work that it ran in")
+            return None
         say(f"{label}: goes on from {len(one.evaluations)} evaluations that were kept")
         lines = {"journal.jsonl": [e.to_dict() for e in one.evaluations], "tests.jsonl": [asdict(t) for t in one.tests]}
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, contents in lines.items():
-            (place / name).write_text("".join(json.dumps(plain(content)) + "\n" for content in contents))
+            (folder / name).write_text("".join(json.dumps(plain(content)) + "\n" for content in contents))
+        place.mkdir(parents=True, exist_ok=True)
         record.write(place / "entrant.json", one.card)
+        return folder
 
     def _place_to_keep(self, place: Path) -> Path | None:
         """The folder of entrants that were kept, if they had these settings."""

@@ -17,9 +17,10 @@ says "10 epochs for some outer steps" and not which. What it ends with is traine
 is its choice. `--engine forward` is the paper's: forward mode, H·Z clipped at ±10. `--engine adjoint` takes exact
 hypergradients of the same runs by walking back, at a cost that does not depend on the number of values. `--clip` bounds
 H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact, and smoothed differences for the values
-that its meter doubts (docs/trust.md); `--engine smoothed` takes smoothed differences for all. `--gate wait` keeps those
-that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same. `--precision bf16`
-makes the plain training runs of smoothed differences, of searches and of tests in mixed precision (figure1_bf16.py).
+that its meter doubts (docs/trust.md); `--engine smoothed` takes them for all values, its default in bf16. `--gate wait`
+keeps those that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same.
+`--precision bf16` makes the plain training runs of smoothed differences, of searches and of tests in mixed precision
+(figure1_bf16.py). `--from-kept` lets searches and grids go on from what was kept of them.
 All can stand side by side in the figure. `--shared` notes that other work was on the device, and that seconds are too
 long. Hypergradient descent is run again and again, from zero and then from random points of the range; its first run,
 from zero, is Figure 4's rival (`--methods hd --budget "1 runs" --seeds 0,1,2` is enough for that): it has no windows,
@@ -50,7 +51,7 @@ def main() -> None:
     contest.options(parser)
     parser.add_argument("--methods", default="fds", help="names, with commas between them")
     parser.add_argument("--seeds", default="0", help="whole numbers, with commas between them")
-    parser.add_argument("--budget", default="2h", help="of each search and of hd, with each seed: '2h', '30 runs'")
+    parser.add_argument("--budget", help="of each search and of hd, with each seed: '2h' (without it), '30 runs'")
     parser.add_argument(
         "--engine", choices=["adjoint", "forward", "hybrid", "smoothed"], default="adjoint", help="of fds"
     )
@@ -63,9 +64,9 @@ def main() -> None:
     seeds = numbers("--seeds", args.seeds, int)
     horizons = tuple(numbers("--horizons", args.horizons, float))
     wanted = contest.entrants([name.strip() for name in args.methods.split(",") if name.strip()], horizons, args)
-    budget = "12 runs" if args.smoke else args.budget  # of which many diverge
+    budget = args.budget or ("12 runs" if args.smoke else "2h")  # of runs, many diverge
     try:
-        parse_budget(args.budget, 1)
+        parse_budget(budget, 1)
     except ValueError as error:
         raise SystemExit(f"--{error}") from None
     one = contest.Contest(args, "figure1", windows=7)

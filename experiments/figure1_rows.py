@@ -57,8 +57,7 @@ def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str) -> li
             seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
             score = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f} % ({seeds})"
             if found["against"] or len(found["table"]) > 1:  # a method alone has nothing to regret
-                zero = row["seconds_to_zero"]
-                when = f"zero after {duration(zero)}" if zero is not None else f"zero in {row['zero']} of {seeds}"
+                when = _when(row, cards, seeds)
                 regret = f", regret {100 * row['regret']:.2f} against {against}, {when}"
         where, shared = _device(cards)
         alone = [card["seed"] for card in cards if not any(s.get("shared") for s in card["sittings"])]
@@ -74,6 +73,16 @@ def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str) -> li
         what = f"{name}{_beyond(cards[-1])}"
         made.append(Row(what, label, paper, score, regret, _unfinished(found, cards), command, took, where))
     return made
+
+
+def _when(row: dict[str, Any], cards: list[dict[str, Any]], seeds: str) -> str:
+    """When regret was zero, as far as that is known."""
+    zero = row["seconds_to_zero"]
+    if zero is None:
+        return f"zero in {row['zero']} of {seeds}"
+    if any(card["test"] != "all" for card in cards):  # of what came before the last choice nothing was tested
+        return "zero at the end"
+    return f"zero after {duration(zero)}{_device(cards)[1]}"
 
 
 def _unfinished(found: dict[str, Any], cards: list[dict[str, Any]]) -> str:

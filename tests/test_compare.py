@@ -105,18 +105,6 @@ def test_hyperbands_table_is_that_of_li_et_al():
     assert [hyperband.s_max(n) for n in (1, 2, 3, 8, 9, 242, 243)] == [0, 0, 1, 1, 2, 4, 5]
 
 
-def test_optunas_pruner_has_the_same_brackets(tmp_path):
-    import optuna
-
-    pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9, reduction_factor=3)
-    with quiet():
-        study = optuna.create_study(pruner=pruner)
-        trial = study.ask()
-        trial.report(1.0, 1)
-        trial.should_prune()
-    assert pruner._trial_allocation_budgets == [bracket[0][0] for bracket in hyperband.brackets(9)]
-
-
 def test_a_search_is_not_told_how_ruined_a_network_is(tmp_path):
     import optuna
     from optuna.storages import JournalStorage
@@ -530,7 +518,8 @@ def check_workers(found, runs):
     assert len({e.key for e in found}) == len(found)
     for trial in {e.trial for e in found}:
         climbed = [e for e in found if e.trial == trial]
-        assert [e.cost for e in climbed] in ([STEPS], rungs[: len(climbed)])
+        first = hyperband.begins_on(trial, len(rungs)) if found[0].method == "hyperband" else -1
+        assert [e.cost for e in climbed] == rungs[first:][: len(climbed)]
     spent = sum(e.cost for e in found)
     assert spent == sum(e.counted for e in found) == found[-1].total_steps
     assert (runs - 2) * STEPS < spent <= runs * STEPS

@@ -242,7 +242,7 @@ def test_front_page_hides_no_seed(tmp_path):
     label = next(row["method"] for row in found["table"] if row["method"].startswith("fds-hybrid"))
     found["waiting"] = [{"method": label, "seed": 7, "steps": 9250, "val_loss": 0.9, "accuracy": 0.836}]
     (tmp_path / "figure1.json").write_text(json.dumps(found))
-    (row,) = [line for line in tables.front(tmp_path).splitlines() if "this library's default" in line]
+    (row,) = [line for line in tables.front(tmp_path).splitlines() if "where doubted" in line]
     assert "seed 7 is not tested yet: 83.6 %" in row
     assert "regret" not in row
     assert tables.front(tmp_path / "nothing").count("not run yet") == 2 * 9
@@ -298,11 +298,15 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     shutil.rmtree(folder)
     again = inside("figure1", "--gather")  # from what was kept of each entrant
     assert lasting(again) | {"command": both["command"]} == lasting(both)
-    inside("figure1", "--methods", "bohb", "--from-kept")  # its budget is spent
-    assert inside("figure1", "--gather")["table"] == both["table"]
+    kept = json.loads((tmp_path / "figure1-entrants" / "bohb-0.json").read_text())["evaluations"]
+    inside("figure1", "--methods", "bohb", "--from-kept", "--budget", "16 runs")
+    journal = [json.loads(line) for line in (folder / "bohb-0" / "journal.jsonl").read_text().splitlines()]
+    assert journal[: len(kept)] == kept
+    assert len(journal) > len(kept)
     assert "study.log" in {path.name for path in (folder / "bohb-0" / "bohb-0").iterdir()}
-    with pytest.raises(SystemExit, match="--from-kept: fds-adjoint, seed 0 cannot go on from its evaluations"):
-        inside("figure1", "--from-kept")
+    anew = inside("figure1", "--from-kept")  # FDS begins anew
+    again = next(row for row in anew["table"] if row["method"] == "fds-adjoint")
+    assert again["score"] == labels["fds-adjoint"]["score"]
     signs = inside("figure1_signs", "--label", "fds-forward-clip10", "--at", "0,2")
     assert [(p["index"], p["steps"], p["values"]) for p in signs["points"]] == [(0, 7, 9), (2, 7, 9)]
     seen = next(s for s in both["outer_steps"] if (s["method"], s["index"]) == ("fds-forward-clip10", 2))
@@ -380,7 +384,7 @@ def test_figure1_refuses_before_any_work(given, said, tmp_path, inside):
 def test_smoke_of_figure4s_rival(tmp_path, inside):
     import tables
 
-    result = inside("figure1", "--methods", "hd", "--seeds", "0,1", "--shared")
+    result = inside("figure1", "--methods", "hd", "--seeds", "0,1", "--shared", "--budget", "3 runs")
     runs = result["hd_from_zero"]
     assert [run["seed"] for run in runs] == [0, 1]
     assert all(run["values"]["lr"][0] == 0 and run["values"]["lr"][-1] > 0 for run in runs)  # online

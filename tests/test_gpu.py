@@ -351,7 +351,7 @@ def test_trials_side_by_side_are_the_same_trials(monkeypatch):
     width = rows.width
     monkeypatch.setattr(rows, "width", lambda arena, *runs: wide.append(width(arena, *runs)) or wide[-1])
     row = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
-    assert set(wide) == {rows.WIDTH}
+    assert set(wide) == {10}
     monkeypatch.setattr(rows, "width", lambda arena, *runs: 1)
     single = lh.compare(task, lh.sgd(), HYPERS, **settings).evaluations
     assert [e.key for e in row] == [e.key for e in single]

@@ -194,9 +194,9 @@ def test_the_whole_grid_stands_in_wider_rows_than_a_search(monkeypatch):
     monkeypatch.setattr(lh.problem.Problem, "worth_compiling", lambda self, steps: True)
     monkeypatch.setattr(lh.problem.Problem, "stepper", lambda self, steps: self.train_step)
     monkeypatch.setattr(rows, "at_once", lambda problem, runs: asked.append(runs) or 1)
-    for method in METHODS:
-        compare(**settings_for(method, budget="1 runs"))
-    assert asked == [135, rows.WIDTH]
+    for method, budget in (("grid", "0.2s"), ("grid", "20 runs"), ("grid-halving", "1 runs")):
+        compare(**settings_for(method, budget=budget))
+    assert asked == [135, 20, rows.WIDTH]
 
 
 def test_on_the_cpu_trials_run_one_by_one(monkeypatch):

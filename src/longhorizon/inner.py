@@ -59,9 +59,7 @@ class Inner:
         self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
         self.probed: set[bool] = set()  # whether its derivative was looked at, forwards or backwards
         self.checked: list[tuple[Any, ...]] = []  # data and hyperparameters that its losses were tried with
-        self.tried_side_by_side: dict[
-            Any, tuple[int, bool]
-        ] = {}  # what came of it, by precision and batches (lanes.py)
+        self.tried_side_by_side: dict[Any, int] = {}  # what came of it, by the kind of run (lanes.py)
         self._tried = False  # whether an elementwise rule is one, which matters on a GPU
 
     def start(self) -> State:

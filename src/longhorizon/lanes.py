@@ -158,29 +158,31 @@ def at_once(problem: Problem, runs: int, goes: int = 1) -> int:
         return 1
     if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(problem.batch(0))):
         return 1
-    need, works = _tried(problem)
-    most = min(most, int(free_memory(problem.device) / 2 / max(1, need)))
-    if most < 2 or not works:
-        return 1
-    wide = cuda.current_precision() == "bf16" and goes * runs > 2 * WIDE[-1]
-    return _share(runs, most, problem.device.type, wide)
-
-
-def _tried(problem: Problem) -> tuple[int, bool]:
-    """Bytes that a step makes, and whether a batched step is the same step; tried once for one code and precision."""
     known, batch = problem.inner.tried_side_by_side, problem.batch(0)
-    kind = problem.device, cuda.current_precision(), _form(batch)
+    nothing = not any(bool(v.any()) for v in problem.values.values())  # then a step moves nothing, and shows less
+    kind = problem.device, cuda.current_precision(), _form(batch), nothing
     if kind not in known:
         with _Bytes() as made:
-            expected = problem.train_step(problem.start, 0)
-        try:
-            pairs = (_stacked([part] * 2) for part in (problem.start, batch, problem.hypers_at(0)))
-            found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
-            works = compile.difference(tree.detach(expected), found) is None
-        except Exception:  # vmap may refuse anything that a user's model can invent
-            works = False
-        known[kind] = made.total, works
-    return known[kind]
+            problem.train_step(problem.start, 0)
+        known[kind] = made.total
+    most = min(most, int(free_memory(problem.device) / 2 / max(1, known[kind])))
+    if most < 2:
+        return 1
+    if (kind, "works") not in known:
+        known[kind, "works"] = _works(problem, batch)
+    wide = cuda.current_precision() == "bf16" and goes * runs > 2 * WIDE[-1]
+    return _share(runs, most, problem.device.type, wide) if known[kind, "works"] else 1
+
+
+def _works(problem: Problem, batch: Any) -> bool:
+    """Whether a batched step is the same step."""
+    expected = problem.train_step(problem.start, 0)
+    pairs = (_stacked([part] * 2) for part in (problem.start, batch, problem.hypers_at(0)))
+    try:
+        found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
+    except Exception:  # vmap may refuse anything that a user's model can invent
+        return False
+    return compile.difference(tree.detach(expected), found) is None
 
 
 def _share(runs: int, most: int, device: str, wide: bool = False) -> int:

@@ -105,7 +105,8 @@ class Arena:
     def problem(self, setting: Setting, trial: int, steps: int = 0, replicate: int = 0) -> Problem:
         """A training run with a setting.
 
-        Weights, split and batches go by the number of the trial, as those of FDS by the number of the outer step.
+        Weights, split and batches go by the number of the trial, as those of FDS by the number of the outer step; a
+        replicate, which is what a trial is when it is trained again for longer, has others.
         """
         steps = steps or self.setup.steps
         hypers = hypers_for(setting, self.setup.hypers, self.setup.rule, steps)

@@ -4,9 +4,9 @@ A study is a journal file in the method's own folder (studies.py). The sampler i
 seed and the trial's number, so that a resumed search draws what an unbroken one would. A trial that was running when
 its process died is taken up again, at its last checkpoint.
 
-Hyperband and BOHB judge trials after short runs first. Where a hyperparameter is a schedule, a short run has the whole
-of it, squeezed, and a longer one begins from scratch: the beginning of a long schedule says nothing of its later
-values. Where all values are constant a trial goes on from where it was judged.
+Hyperband and BOHB judge trials after short runs first (hyperband.py). Where a hyperparameter is a schedule, a short run
+has the whole of it, squeezed, and a longer one begins from scratch: the beginning of a long schedule says nothing of
+its later values. Where all values are constant a trial goes on from where it was judged.
 
 A network that training has ruined may have any loss, 1e25 as well as infinity, and a model of the loss that has to
 explain such numbers sees nothing else. So searches are told at most twice the loss of an untrained network; the journal
@@ -14,6 +14,7 @@ has the loss itself.
 """
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting, numbers_of, setting_of
 from longhorizon.rivals.studies import quiet
 from longhorizon.rivals.training import Training, Trains
+from longhorizon.rundir import RunError
 
+RUNGS = 2  # which brackets and rungs a study's trials have: before, Optuna chose the bracket
 _WARM: set[str] = set()  # samplers that this process has used
 
 
@@ -92,21 +95,21 @@ class BlackBox:
         arena.recompile()
         for number in unfinished:
             self._trial(arena, study, number, worker)
-        while arena.purse.allows(self.least(arena.setup)):
+        while arena.purse.allows(self._next(arena, study)):
             self._trial(arena, study, None, worker)
 
     def _together(self, arena: Arena, study: Any, unfinished: list[int], worker: int) -> None:
         """Several trials at a time. A search proposes while others are at work, as with several processes."""
-        rungs = self.rungs(arena.setup)
-        if not unfinished and not arena.purse.allows(rungs[0]):
+        if not unfinished and not arena.purse.allows(self._next(arena, study)):
             return
         rows.recompile(arena)
-        crew = Crew(arena, rows.width(arena))
+        crew, waiting = Crew(arena, rows.width(arena)), list[int]()
+        unfinished.sort(key=lambda number: not any(arena.dir.glob(f"trial-{number:05d}*.pt")))  # who had a seat first
         try:
             while True:
-                while not crew.full and (unfinished or _affords(arena, crew, rungs[0])):
+                while not crew.full and (unfinished or _affords(arena, crew, self._next(arena, study))):
                     with crew.apart():
-                        self._hire(arena, study, crew, unfinished.pop(0) if unfinished else None, worker)
+                        waiting += self._hire(arena, study, crew, unfinished.pop(0) if unfinished else None, worker)
                 if not list(crew):
                     return
                 if not arena.purse.allows(0, crew.seconds):
@@ -116,25 +119,34 @@ class BlackBox:
                     seats = crew.work()
                 except Failed as failed:
                     seats = failed.seats
+                unfinished, waiting = [*waiting, *unfinished], []  # there may be more to spend than it seemed
                 for seat in seats:
                     found = crew.judge(seat)
                     with crew.apart():
-                        self._seat(arena, study, crew, seat.trial, seat.what, found)
+                        waiting += self._seat(arena, study, crew, seat.trial, seat.what, found)
         except (Stop, GaveUp):
             crew.save()
             raise
 
-    def _hire(self, arena: Arena, study: Any, crew: Crew, number: int | None, worker: int) -> None:
-        """A trial, new or of a number, gets a seat, after what is in the journal of it already."""
+    def _next(self, arena: Arena, study: Any) -> int:
+        """Training steps of the first evaluation of a new trial."""
+        rungs = self.rungs(arena.setup)
+        return rungs[hyperband.begins_on(len(study.get_trials(deepcopy=False)), len(rungs))]
+
+    def _hire(self, arena: Arena, study: Any, crew: Crew, number: int | None, worker: int) -> list[int]:
+        """A trial, new or of a number, gets a seat, after what is in the journal of it already; as `_seat`."""
         began = time.perf_counter()
         course = self._asked(arena, study, number, worker)
         one = self._trial_of(arena, course, time.perf_counter() - began)
-        self._seat(arena, study, crew, one, course, None)
+        return self._seat(arena, study, crew, one, course, None)
 
     def _seat(
         self, arena: Arena, study: Any, crew: Crew, one: Trial, course: "_Course", found: Evaluation | None
-    ) -> None:
-        """From an evaluation of a trial, or its beginning, to its next stretch of training, if there is one."""
+    ) -> list[int]:
+        """From an evaluation of a trial, or its beginning, to its next stretch of training, if there is one.
+
+        Returns its number if that cannot be paid for now.
+        """
         rungs = self.rungs(arena.setup)
         while found is None or self._goes_on(arena, study, course, found, one.training):
             if found is not None:
@@ -145,21 +157,18 @@ class BlackBox:
                 one.since = at
                 continue
             if not _affords(arena, crew, at - one.since):
-                return  # it stays open, and goes on if the budget grows
+                return [one.number]  # it stays open, and goes on if others leave something, or the budget grows
             try:
                 crew.sit(one, at, course)
-                return
+                return []
             except Exception:  # a user's model or data may fail in any way; alone it is written down as a crash
                 found = one.to(at)
         one.forget()
+        return []
 
     def _squeezes(self, arena: Arena) -> bool:
-        """Whether each rung is trained from scratch, with the whole schedule in it.
-
-        A comparison from when trials always went on from their last rung stays as it was begun.
-        """
-        went_on = any(e.status == "ok" and e.cost < e.steps for e in arena.past())
-        return self.early and not went_on and any(hyper.windows > 1 for hyper in arena.setup.hypers.values())
+        """Whether each rung is trained from scratch, with the whole schedule in it."""
+        return self.early and any(hyper.windows > 1 for hyper in arena.setup.hypers.values())
 
     def _trial_of(self, arena: Arena, course: "_Course", seconds: float = 0.0) -> Trial:
         """The training of a trial on its rung."""
@@ -170,7 +179,8 @@ class BlackBox:
             file = f"trial-{number:05d}-{steps}.pt"
 
         def make(saved: dict[str, Any] | None) -> Training:
-            return Training(arena.problem(setting, number, steps, replicate), arena.counter, saved)
+            problem = arena.problem(setting, number, steps, replicate)
+            return Training(problem, arena.counter, saved, arena.setup.steps)
 
         return Trial(arena, number, setting, make, seconds, file)
 
@@ -185,18 +195,34 @@ class BlackBox:
 
     def study(self, arena: Arena) -> Any:
         """The study on disk, of this method and seed; made anew from the journal where it is lost."""
-        study = studies.opened(arena, len(self.rungs(arena.setup)) if self.early else 0)
+        study = studies.opened(arena)
         if arena.past() and not study.get_trials(deepcopy=False):
-            self._relive(arena, study)
+            self._relive(arena)
+            study = studies.opened(arena)
+        if not self.early or study.user_attrs.get("rungs") == RUNGS:
+            return study
+        if study.get_trials(deepcopy=False):
+            raise RunError(
+                f"{arena.dir} was begun by an earlier version, whose {self.name} had other rungs: give another "
+                f"directory, or leave {self.name} out."
+            )
+        study.set_user_attr("rungs", RUNGS)
         return study
 
-    def _relive(self, arena: Arena, study: Any) -> None:
-        """Tell an empty study all that is in the journal, in the order in which it came."""
+    def _relive(self, arena: Arena) -> None:
+        """Tell a study all that is in the journal, in the order in which it came; written aside and renamed."""
         from optuna.samplers import PartialFixedSampler, RandomSampler
         from optuna.trial import TrialState
 
         past, space = arena.past(), arena.setup.axes
-        courses = {}
+        for e in past:
+            self._check(arena, e)
+        for left in arena.dir.glob(f"{studies.STUDY}.*"):  # of one that was killed while it did this
+            left.unlink()
+        aside = f"{studies.STUDY}.{os.getpid()}"
+        study, courses = studies.opened(arena, aside), {}
+        if self.early:
+            study.set_user_attr("rungs", RUNGS)
         for number in range(1 + max(e.trial for e in past)):
             values = next((e.values for e in past if e.trial == number), None)
             study.sampler = RandomSampler()
@@ -205,6 +231,8 @@ class BlackBox:
             trial = study.ask()
             if values is None:  # it had not come to its first evaluation
                 study.tell(trial, state=TrialState.FAIL)
+                for left in arena.dir.glob(f"trial-{number:05d}*.pt"):
+                    left.unlink()
                 continue
             for axis in space:
                 trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log)
@@ -212,6 +240,18 @@ class BlackBox:
         for e in past:
             courses[e.trial].rung = self.rungs(arena.setup).index(e.steps)
             self._goes_on(arena, study, courses[e.trial], e, None)
+        os.replace(arena.dir / aside, arena.dir / studies.STUDY)
+
+    def _check(self, arena: Arena, e: Evaluation) -> None:
+        """Whether a line of the journal can be this method's."""
+        rungs = self.rungs(arena.setup)
+        fits = all(len(e.values.get(key, [])) == hyper.windows for key, hyper in arena.setup.hypers.items())
+        if not fits or e.steps not in rungs[hyperband.begins_on(e.trial, len(rungs)) :]:
+            raise RunError(
+                f"the study of {self.name}, seed {arena.seed}, is lost, and cannot be made anew from the journal: "
+                f"trial {e.trial} after {e.steps} steps is none that this version would have made. Give another "
+                f"directory, or leave {self.name} out."
+            )
 
     def _sampler(self, arena: Arena, number: int) -> Any:
         from optuna import samplers
@@ -252,13 +292,25 @@ class BlackBox:
             return False
         if hyperband.ETA**rung not in course.reported:
             trial.report(told, hyperband.ETA**rung)
-        if trial.should_prune() or not math.isfinite(found.val_loss):
+        if not math.isfinite(found.val_loss) or not self._survives(arena, found):
             study.tell(trial, state=TrialState.PRUNED)
             return False
         return True
 
+    def _survives(self, arena: Arena, found: Evaluation) -> bool:
+        """Whether a trial is among the best of its bracket that were judged on its rung before it."""
+        count = len(self.rungs(arena.setup))
+        bracket, losses = hyperband.begins_on(found.trial, count), []
+        for e in arena.past():
+            same = e.steps == found.steps and hyperband.begins_on(e.trial, count) == bracket
+            if same and not e.status.startswith("crashed"):
+                losses.append(e.val_loss)
+            if e.key == found.key:  # what came later does not count: the verdict stays what it was
+                break
+        return hyperband.survives(found.val_loss, losses)
+
     def _asked(self, arena: Arena, study: Any, number: int | None, worker: int) -> "_Course":
-        """A trial, new or that of a number, on its first rung."""
+        """A trial, new or that of a number, on the rung that it begins on."""
         from optuna.trial import Trial as OptunaTrial
 
         space = arena.setup.axes
@@ -270,7 +322,8 @@ class BlackBox:
             trial, reported = OptunaTrial(study, among[number]._trial_id), among[number].intermediate_values
             studies.catch_up(study, trial, among[number], [axis.name for axis in space])
         chosen = {axis.name: trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log) for axis in space}
-        return _Course(trial, setting_of(arena.setup.hypers, chosen, space), reported, self._squeezes(arena))
+        first = hyperband.begins_on(trial.number, len(self.rungs(arena.setup)))
+        return _Course(trial, setting_of(arena.setup.hypers, chosen, space), reported, self._squeezes(arena), first)
 
 
 @dataclass

@@ -88,6 +88,7 @@ def compare(
     test_seeds: int = 3,
     precision: Precision = "float32",
     dir: str | os.PathLike[str] | None = None,
+    earlier: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 30.0,
     recipe: str | None = None,
     watcher: Watcher | None = None,
@@ -115,6 +116,8 @@ def compare(
             searches and grids, smoothed differences, tests; single runs and derivatives stay in float32.
         dir: where to keep it. If the same comparison is there already it goes on where it stopped; it may be given more
             methods, repeats or budget.
+        earlier: a folder with the journal.jsonl and the tests.jsonl of this comparison, from another machine say, to go
+            on from where `dir` has none. A search goes on from its journal; `fds` and `greedy` begin anew.
         checkpoint_seconds: how often to save inside a training run.
         recipe: the text of the recipe that all this came from.
         watcher: who is told what goes on.
@@ -178,6 +181,9 @@ def compare(
     settings |= {"horizon": horizon, "precision": precision, "test_seeds": test_seeds}
     settings |= {} if train_steps is None else {"train_steps": train_steps}
     plan = {"methods": [m.name for m in wanted], "budget": budget, "repeats": repeats, "workers": workers, "test": test}
+    if earlier is not None and (dir is None or not (Path(earlier) / "journal.jsonl").exists()):
+        what = "needs `dir` too" if dir is None else "has no journal.jsonl"
+        raise ValueError(f"earlier={str(earlier)!r}: {what}.")
     if dir is None:
         with tempfile.TemporaryDirectory() as place:
             there = _Run(setup, wanted, limit, Path(place), precision, checkpoint_seconds, watcher or Watcher())
@@ -185,6 +191,8 @@ def compare(
     with RunDirectory(dir) as directory:
         directory.begin(settings, recipe)
         directory.save_json("plan.json", plan)
+        if earlier is not None:
+            _take_over(Path(earlier), directory.path)
         there = _Run(setup, wanted, limit, directory.path, precision, checkpoint_seconds, watcher or Watcher())
         return there.all(checked(seed), repeats, workers, test, test_seeds)
 
@@ -247,7 +255,7 @@ class _Run:
             watcher.on_method(method.name, seed, arena)
         try:
             if count > 1 and isinstance(method, BlackBox):
-                workers.run(method, arena, count, asked, watcher.on_evaluation)
+                workers.run(method, arena, count, asked, self.precision, watcher.on_evaluation)
             else:
                 with workers.alone(arena.dir), environment(self.precision):
                     method.run(arena)
@@ -265,6 +273,15 @@ class _Run:
 
         given = (self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
         try_all(*given, self._traces, self.precision)
+
+
+def _take_over(earlier: Path, here: Path) -> None:
+    """Begin with the journal of another folder, unless there is one; written aside and renamed, the journal last."""
+    for name in ("tests.jsonl", "journal.jsonl"):
+        if not (here / "journal.jsonl").exists() and (earlier / name).exists():
+            partial = here / f"{name}.part"
+            partial.write_bytes((earlier / name).read_bytes())
+            os.replace(partial, here / name)
 
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:

@@ -70,7 +70,9 @@ class Grid(Method):
 
     def run(self, arena: Arena) -> None:
         settings = appendix_f()
-        rows.width(arena, len(settings))  # all are alike, so that a wide row has no lane to spare
+        purse, steps = arena.purse, arena.setup.steps
+        most = max(1, int(purse.left // steps)) if purse.unit == "steps" else len(settings)
+        rows.width(arena, min(most, len(settings)))  # all are alike, so that a wide row has no lane to spare
         rows.recompile(arena)
         jobs = [rows.Job(trial, settings[trial]) for trial in order(arena.seed, len(settings))]
         rows.evaluate(arena, jobs, arena.setup.steps)

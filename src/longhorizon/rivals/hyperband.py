@@ -1,9 +1,12 @@
 """Hyperband's arithmetic (Li et al., JMLR 2018): brackets, and the rungs in them.
 
 Bracket s begins with n = ⌈(s_max + 1) η^s / (s + 1)⌉ trials of R η^(−s) each and keeps the best 1/η of them from rung
-to rung. Optuna's pruner decides trial by trial instead of rung by rung (a trial goes on if it is among the best 1/η of
-those that have come so far), with the same brackets, rungs and shares.
+to rung; the brackets come one after the other, and then the first one again. Here it is decided trial by trial instead
+of rung by rung, so that nobody waits: a trial goes on if it is among the best 1/η of those that have come so far. Both
+the bracket of a trial and what becomes of it follow from the journal alone, so that they are the same after a kill.
 """
+
+from collections.abc import Sequence
 
 ETA = 3  # reduction factor
 UNKNOWN_EPOCH = 27  # the part of a run that is an epoch, where the task does not say
@@ -44,3 +47,25 @@ def rungs(steps: int, epoch: int, eta: int = ETA) -> list[int]:
 def epoch_of(steps: int, epoch: int) -> int:
     """The least that a trial gets: an epoch, or a share of the run where its length is unknown."""
     return min(epoch, steps) if epoch else max(1, steps // UNKNOWN_EPOCH)
+
+
+def begins_on(number: int, count: int, eta: int = ETA) -> int:
+    """The rung, of so many, that a trial begins on, by its number: that of the bracket whose turn it is.
+
+    >>> [begins_on(number, 3) for number in range(18)]
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 0]
+    """
+    shares = [bracket[0][0] for bracket in brackets(eta ** (count - 1), eta)]
+    left = number % sum(shares)
+    return next(rung for rung in range(count) if left < sum(shares[: rung + 1]))
+
+
+def survives(loss: float, losses: Sequence[float], eta: int = ETA) -> bool:
+    """Whether a loss is among the best 1/η of all that have come to its rung so far, itself included.
+
+    Of the first few the best goes on.
+
+    >>> survives(2.0, [1.0, 2.0, 3.0]), survives(2.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    (False, True)
+    """
+    return loss <= sorted(losses)[max(1, len(losses) // eta) - 1]

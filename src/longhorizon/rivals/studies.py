@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from longhorizon.rivals import hyperband
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.space import Setting
 from longhorizon.rivals.training import Trains
@@ -13,22 +12,18 @@ STUDY = "study.log"
 CEILING = 2.0  # times the loss of an untrained network
 
 
-def opened(arena: Arena, rungs: int) -> Any:
-    """The study in a method's folder, made if there is none; with so many rungs if trials may end early."""
+def opened(arena: Arena, name: str = STUDY) -> Any:
+    """The study in a file of a method's folder, made if there is none."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    pruner: Any = optuna.pruners.NopPruner()
-    if rungs:
-        most = hyperband.ETA ** (rungs - 1)  # rungs are told as powers of η
-        pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=most, reduction_factor=hyperband.ETA)
     return optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(arena.dir / STUDY))),
+        storage=JournalStorage(JournalFileBackend(str(arena.dir / name))),
         study_name=f"{arena.method}-{arena.seed}",
         direction="minimize",
         sampler=optuna.samplers.RandomSampler(seed=0),
-        pruner=pruner,
+        pruner=optuna.pruners.NopPruner(),  # who goes on is decided by hyperband.py
         load_if_exists=True,
     )
 

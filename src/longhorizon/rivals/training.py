@@ -88,15 +88,18 @@ class Training:
     """Training at given hyperparameter values, the same step that the engines differentiate.
 
     On a GPU a run that is long enough takes the step compiled, as the adjoint does.
+
+    Args:
+        whole: steps of a whole run, if this one is a short one among others that share its compiled step.
     """
 
-    def __init__(self, problem: Problem, counter: Counter, saved: dict[str, Any] | None = None):
+    def __init__(self, problem: Problem, counter: Counter, saved: dict[str, Any] | None = None, whole: int = 0):
         self.problem, self.counter = problem, counter
         self.watch = Watch(problem, saved and saved["watch"])
         self.t: int = saved["t"] if saved else 0
         self.state: State = tree.unpack(problem.start, saved["state"]) if saved else problem.start
         self.failed = self.watch.first
-        self._step = problem.stepper(problem.steps)
+        self._step = problem.stepper(max(whole, problem.steps))
 
     def advance(self) -> None:
         step = self.t

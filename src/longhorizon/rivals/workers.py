@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from longhorizon.cuda import Precision
 from longhorizon.problem import environment
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
 from longhorizon.rivals.blackbox import BlackBox
@@ -53,10 +54,11 @@ def run(
     arena: Arena,
     count: int,
     asked: list[int],
+    precision: Precision,
     on_evaluation: Callable[[Evaluation], None] | None = None,
 ) -> None:
     """Let `count` processes work on a method, and wait for them."""
-    with alone(arena.dir), quiet():
+    with alone(arena.dir), environment(precision), quiet():
         unfinished = method.running(arena)
     if not arena.purse.allows(method.least(arena.setup)):
         return
