@@ -73,7 +73,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=["float32", "tf32", "bf16"], default="float32", help="of products on a GPU"
     )
-    parser.add_argument("--test", choices=["all", "last", "none"], default="all", help="which choices to test")
+    parser.add_argument("--test", choices=["all", "whole", "last", "none"], default="all", help="which choices to test")
     parser.add_argument("--test-seeds", type=int, default=3, help="trainings per test")
     parser.add_argument(
         "--from-kept", action="store_true", help="searches and grids go on from what was kept of them, if not in --work"

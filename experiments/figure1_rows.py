@@ -80,7 +80,7 @@ def _when(row: dict[str, Any], cards: list[dict[str, Any]], seeds: str) -> str:
     zero = row["seconds_to_zero"]
     if zero is None:
         return f"zero in {row['zero']} of {seeds}"
-    if any(card["test"] != "all" for card in cards):  # of what came before the last choice nothing was tested
+    if any(card["test"] not in ("all", "whole") for card in cards):  # of earlier choices nothing was tested
         return "zero at the end"
     return f"zero after {duration(zero)}{_device(cards)[1]}"
 

@@ -654,7 +654,7 @@ BAD = {
     "short": ({"budget": "0.0001s"}, ValueError, "too small for one trial of random: its 18 training steps take about"),
     "repeats": ({"repeats": 0}, ValueError, "repeats=0: expected a whole number, at least 1"),
     "workers": ({"workers": 2}, ValueError, "give `recipe` and `dir` too"),
-    "test": ({"test": "some"}, ValueError, "test='some': expected 'all', 'last' or 'none'"),
+    "test": ({"test": "some"}, ValueError, "test='some': expected 'all', 'whole', 'last' or 'none'"),
     "steps": ({"steps": 2}, ValueError, "windows=3 but the run only steps=2"),
 }
 

@@ -60,6 +60,8 @@ def test_the_journal_keeps_totals_and_the_best(tmp_path):
     assert [e.best for e in found] == [True, True, True, False, True, True, True]
     assert [e.best_loss for e in found] == [0.9, 0.5, 0.8, 0.8, 0.7, 0.6, 0.9]
     assert [e.trial for e in testing.to_test(found, "last")] == [1, 4, 5, 6]
+    assert [e.trial for e in testing.to_test(found, "whole", found[0].steps)] == [e.trial for e in found if e.best]
+    assert [e.trial for e in testing.to_test(found, "whole", 10**6)] == [1, 4, 5, 6]
     assert testing.to_test(found, "none") == []
     lines = (tmp_path / "journal.jsonl").read_text().splitlines()
     assert json.loads(lines[3])["val_loss"] is None

@@ -47,8 +47,8 @@ def options(command: Any) -> Any:
                 "--test",
                 default="all",
                 show_default=True,
-                type=click.Choice(["all", "last", "none"]),
-                help="Which choices of a method to train on all data and test.",
+                type=click.Choice(["all", "whole", "last", "none"]),
+                help="Which choices to train on all data and test; whole: those of whole runs, and the last.",
             ),
             click.option(
                 "--dir", default="", help="Where to keep it.  [default: the next free runs/NAME-compare-NUMBER]"

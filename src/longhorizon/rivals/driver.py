@@ -109,8 +109,8 @@ def compare(
         train_steps: inner steps of a whole training run, if `fds` learns on shorter ones: for all other methods and for
             every test. The values that `fds` ends with are then trained once for so long, and judged.
         workers: processes for each of the black-box methods; they make the task anew, so `recipe` is needed.
-        test: which settings to train on all training data and test: "all" that were a method's best at some time,
-            the "last" of each, or "none".
+        test: which settings to train on all training data and test: "all" that were a method's best at some time, of
+            these only what was trained for a "whole" run (and the last), the "last" of each, or "none".
         test_seeds: trainings per test.
         precision: of float32 products on a GPU. With "bf16" what trains side by side is in mixed precision: trials of
             searches and grids, smoothed differences, tests; single runs and derivatives stay in float32.
@@ -149,8 +149,8 @@ def compare(
         )
     if workers > 1 and (recipe is None or dir is None):
         raise ValueError("workers are processes that make the task themselves: give `recipe` and `dir` too.")
-    if test not in ("all", "last", "none"):
-        raise ValueError(f"test={test!r}: expected 'all', 'last' or 'none'.")
+    if test not in ("all", "whole", "last", "none"):
+        raise ValueError(f"test={test!r}: expected 'all', 'whole', 'last' or 'none'.")
     longest = max(tuning.horizons)
     if train_steps is not None and (isinstance(train_steps, bool) or not isinstance(train_steps, int)):
         raise ValueError(f"train_steps={train_steps!r}: expected a whole number, or None for that of `steps`.")

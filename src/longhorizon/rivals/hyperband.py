@@ -7,6 +7,7 @@ the bracket of a trial and what becomes of it follow from the journal alone, so 
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 ETA = 3  # reduction factor
 UNKNOWN_EPOCH = 27  # the part of a run that is an epoch, where the task does not say
@@ -49,6 +50,7 @@ def epoch_of(steps: int, epoch: int) -> int:
     return min(epoch, steps) if epoch else max(1, steps // UNKNOWN_EPOCH)
 
 
+@cache  # asked for every line of the journal
 def begins_on(number: int, count: int, eta: int = ETA) -> int:
     """The rung, of so many, that a trial begins on, by its number: that of the bracket whose turn it is.
 

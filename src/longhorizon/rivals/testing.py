@@ -23,7 +23,7 @@ from longhorizon.rivals.space import hypers_for
 from longhorizon.rundir import append_line
 from longhorizon.traces import Traces
 
-Which = Literal["all", "last", "none"]
+Which = Literal["all", "whole", "last", "none"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,16 @@ def read_tests(path: Path) -> list[Tested]:
     return [Tested(**json.loads(line)) for line in whole.split(b"\n") if line.strip()]
 
 
-def to_test(evaluations: Sequence[Evaluation], which: Which) -> list[Evaluation]:
-    """Which evaluations are to be tested: of every method and seed all incumbents, or the last."""
+def to_test(evaluations: Sequence[Evaluation], which: Which, steps: int = 0) -> list[Evaluation]:
+    """Which evaluations are to be tested.
+
+    Of every method and seed all incumbents; or those of whole runs, of so many steps, and the last; or the last alone.
+    """
     best = incumbents(evaluations)
-    if which == "all":
-        return best
+    if which in ("all", "none"):
+        return best if which == "all" else []
     last = {(e.method, e.seed): e for e in best}
-    return list(last.values()) if which == "last" else []
+    return [e for e in best if e is last[e.method, e.seed] or (which == "whole" and e.steps >= steps)]
 
 
 def try_all(
@@ -82,7 +85,7 @@ def try_all(
     by_key = {e.key: e for e in evaluations}
     scores = {_same(by_key[t.key]): t for t in known if t.key in by_key}
     begun = path.with_name("testing.json")
-    for e in to_test(evaluations, which):
+    for e in to_test(evaluations, which, setup.steps):
         if e.key in done:
             continue
         twin = scores.get(_same(e))
