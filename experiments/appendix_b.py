@@ -5,6 +5,9 @@ Shows: sequences μ_t that never change (minimal drift), change by +ε every ste
     theorem) and correlated with their neighbours (as real ones are); the measured MSE_W and the bound for every W.
 Command: python experiments/appendix_b.py           writes experiments/results/appendix-b.json
 Time:    under a minute on two cores. `--smoke` takes seconds. No data is needed.
+Ours:
+    the theorem's bound over measured MSE: holds (uncorrelated: MSE is 0.00–1.00 of it; equally correlated: MSE is
+        0.09–1.00 of it; correlated neighbours: MSE is 0.05–1.00 of it); 6 s, AMD EPYC, 1 threads
 Paper:   the figure has no numbers; the claim is that the bound holds and is reached by maximal drift. What the paper
     leaves open is taken from its published script: T = 400, ε = 0.01, variances between 1 and 1.5, c = 0.1.
 """

@@ -5,6 +5,8 @@ Shows: test accuracy of what entrants of figure1.py ended with, trained again si
 Command: python experiments/figure1.py --data-root DATA --methods fds --engine forward      first, or what is kept
          python experiments/figure1_bf16.py --data-root DATA --labels fds-forward-clip10 --seeds 0
 Time:    in the result file; as many trainings of 50 epochs as each entrant's test has.
+Ours:
+    tests in bfloat16 instead of float32: accuracy changes by +0.09 ± 0.25 points (3 trainings); 44 s, NVIDIA H200
 Paper:   nothing of the kind.
 """
 

@@ -5,6 +5,8 @@ Shows: test accuracy of the schedule that an entrant of figure1.py ended with, a
 Command: python experiments/figure1.py --data-root DATA --methods fds --engine forward      first
          python experiments/figure1_decay.py --data-root DATA
 Time:    in the result file; three trainings of 50 epochs per weight decay, side by side.
+Ours:
+    with weight decay 0.0004, 0.0008: 89.2 ± 0.0 %; 89.5 ± 0.4 % (fds-forward-clip10 has 0); 232 s, NVIDIA H200
 Paper:   nothing of the kind; its best known setting has 5e-4.
 """
 

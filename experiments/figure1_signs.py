@@ -6,6 +6,10 @@ Shows: at the values of chosen outer steps, the slope of the validation loss tha
 Command: python experiments/figure1.py --data-root DATA --methods fds --engine forward      first
          python experiments/figure1_signs.py --data-root DATA --label fds-forward-clip10 --at 1,9
 Time:    a point is 2 · pairs training runs, many at once.
+Ours:
+    signs that FDS followed and that are right: fds-forward-clip10-growth1.5, seed 0, outer step 10, on 10 epochs: 4 of
+        4 that are sure (9 values); fds-hybrid-growth1.5-bf16, seed 0, outer step 10, on 10 epochs: 2 of 4 that are sure
+        (9 values); 434 s, NVIDIA H200
 Paper:   nothing of the kind.
 
 The truth is a slope over a finite distance (learning rates by 30 %, at least 0.01; momentum by 0.1; weight decay by a

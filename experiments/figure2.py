@@ -6,6 +6,10 @@ Shows: the hypergradient of every step's learning rate for many seeds (initialis
 Command: python experiments/figure2.py --data-root DATA [--setting svhn-hot | cifar-1 | cifar-10 …]
     It goes on where it stopped; `--seeds` may be raised later. Writes experiments/results/figure2-SETTING.json.
 Time:    in the result file; a seed of `svhn` takes about 80 s on two CPU cores.
+Ours:
+    noise and windows, 100 seeds: ε 0.275 (from noise alone 0.142), mean variance 0.44, c 0.99; best W 18 (within a
+        tenth: 9–50), MSE there 80 % of W = 1; without the last tenth of the run ε 0.094, mean variance 0.107, best W
+        38, MSE there 84 %; the mean of greedy explains 49 % of μ; 2.3 h, AMD EPYC, 2 threads
 Paper:   ε ≈ 0.08, mean variance ≈ 0.25, lowest MSE at W = 50; greedy far from the mean of non-greedy. For a second
     schedule of smaller ε (Appendix D gives no numbers) a larger W is best and the MSE falls further.
 

@@ -5,6 +5,8 @@ Shows: schedules, hypergradients and γ by outer step, from zero; test accuracy 
 Command: python experiments/figure4.py --data-root DATA [--seed 1]     writes experiments/results/figure4[-seed1].json
     It goes on where it stopped, also inside a training run.
 Time:    in the result file. The paper: about 10 hours on an RTX 2080 Ti.
+Ours:
+    FDS, test accuracy: not run yet
 Paper:   ten outer steps reach the best known hyperparameters of the setting (89.2 ± 0.2 % in Appendix F; the similar
     run of Figure 1 has 89.4 ± 0.3 %), far above hypergradient descent (80.6 ± 1.0 %). Learning rates rise to the middle
     of the run and fall after it. Hypergradients stay in a reasonable range but do not all go to zero (Appendix E).

@@ -1,5 +1,7 @@
 """The table in README.md beside this file and that on the front page, from experiments/results/*.json, and pictures.
 
+The headers of the figures' scripts say the same of each (headers.py).
+
     python experiments/tables.py           write them
     python experiments/tables.py --check   say whether they are out of date, and exit with 1 if so
 
@@ -14,6 +16,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import figure1_rows
+import headers
 from wording import NOT_RUN, accuracy, duration, hardware
 
 HERE = Path(__file__).resolve().parent
@@ -62,7 +65,12 @@ CAPTIONS = {  # by the start of a picture's name
 
 def table(results: Path = RESULTS) -> str:
     """All rows, as Markdown."""
-    rows = [HEAD, ["---"] * len(HEAD)]
+    return _markdown([HEAD, ["---"] * len(HEAD), *rows_of(results)])
+
+
+def rows_of(results: Path = RESULTS) -> list[list[str]]:
+    """A row for everything that the paper shows, and for what goes beyond it."""
+    rows: list[list[str]] = []
     found = _result(results, "figure1")
     for row in figure1_rows.rows(found):
         what = f"{row.what} (`{row.label}`)" if row.label else row.what
@@ -98,7 +106,7 @@ def table(results: Path = RESULTS) -> str:
             *figure1_rows.from_zero(_result(results, "figure1")),
         ]
     )
-    return _markdown(rows)
+    return rows
 
 
 def front(results: Path = RESULTS) -> str:
@@ -285,12 +293,15 @@ def _result(results: Path, name: str) -> dict[str, Any] | None:
 
 def main() -> None:
     """Write or check."""
-    stale = [page for page in PAGES if rendered(page.read_text()) != page.read_text()]
-    for page in stale:
+    rows = rows_of()
+    made = {page: rendered(page.read_text()) for page in PAGES}
+    made |= {script: headers.rendered(script, rows) for script in headers.SCRIPTS}
+    stale = {path: text for path, text in made.items() if text != path.read_text()}
+    for path, text in stale.items():
         if "--check" in sys.argv:
-            print(f"{page.relative_to(HERE.parent)}: out of date, run python experiments/tables.py")
+            print(f"{path.relative_to(HERE.parent)}: out of date, run python experiments/tables.py")
         else:
-            page.write_text(rendered(page.read_text()))
+            path.write_text(text)
     sys.exit(bool(stale) and "--check" in sys.argv)
 
 

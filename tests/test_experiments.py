@@ -202,10 +202,16 @@ def test_terminated_figure4_goes_on(tmp_path):
 
 
 def test_table_is_that_of_the_results():
+    import headers
     import tables
 
     for page in tables.PAGES:
         assert tables.rendered(page.read_text()) == page.read_text(), "run python experiments/tables.py"
+    rows = tables.rows_of()
+    for script in headers.SCRIPTS:
+        assert headers.rendered(script, rows) == script.read_text(), "run python experiments/tables.py"
+    nothing = headers.ours("figure1.py", tables.rows_of(EXPERIMENTS / "nothing"))
+    assert nothing.count("not run yet") == len(nothing.splitlines()) - 1 == 10
 
 
 def test_figure1_is_that_of_its_entrants():
