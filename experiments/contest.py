@@ -138,8 +138,8 @@ class Contest:
         args, label = self.args, f"{entrant.label}, seed {seed}"
         place = self.folder / f"{entrant.label}-{seed}"
         card = place / "entrant.json"
-        earlier = self._lay_out(place, label) if args.from_kept else None
-        known = json.loads(card.read_text()) if card.exists() else {"sittings": []}
+        earlier, known = self._lay_out(place, label) if args.from_kept else (None, {"sittings": []})
+        known = json.loads(card.read_text()) if card.exists() else known
         here = {k: v for k, v in record.environment(args.device.split(":")[0]).items() if k != "load_before"}
         here |= {"tf32": entrant.precision == "tf32"} | ({"commit": args.commit} if args.commit else {})
         here |= {"shared": True} if args.shared else {}
@@ -202,23 +202,21 @@ class Contest:
                 record.write(self.kept / f"{name}.json", one.to_dict())
         return gathered([found[name] for name in sorted(found)])
 
-    def _lay_out(self, place: Path, label: str) -> Path | None:
-        """The journal of an entrant that was kept, in a folder of its own: all that a search goes on from."""
+    def _lay_out(self, place: Path, label: str) -> tuple[Path | None, dict[str, Any]]:
+        """The journal of an entrant that was kept, in a folder of its own: all that a search goes on from; its card."""
         path = self.kept / f"{place.name}.json" if self.kept else None
-        if path is None or not path.exists() or (place / "entrant.json").exists():
-            return None
+        if path is None or not path.exists() or (place / "journal.jsonl").exists():
+            return None, {"sittings": []}
         one, folder = Entered.read(path), place.with_name(f"{place.name}-kept")
         if one.card["method"] in ("fds", "greedy"):  # they go on from the state of their outer optimizer
             say(f"{label}: cannot go on from its evaluations, and begins anew; or give the --work that it ran in")
-            return None
+            return None, {"sittings": []}
         say(f"{label}: goes on from {len(one.evaluations)} evaluations that were kept")
         lines = {"journal.jsonl": [e.to_dict() for e in one.evaluations], "tests.jsonl": [asdict(t) for t in one.tests]}
         folder.mkdir(parents=True, exist_ok=True)
         for name, contents in lines.items():
             (folder / name).write_text("".join(json.dumps(plain(content)) + "\n" for content in contents))
-        place.mkdir(parents=True, exist_ok=True)
-        record.write(place / "entrant.json", one.card)
-        return folder
+        return folder, one.card
 
     def _place_to_keep(self, place: Path) -> Path | None:
         """The folder of entrants that were kept, if they had these settings."""

@@ -491,6 +491,7 @@ def test_two_workers_over_one_storage_take_up_what_was_left_running(tmp_path, mo
     check_workers(found, 16)
     assert {e.key for e in told} < {e.key for e in found}
     assert not list((tmp_path / "r" / "hyperband-0").glob("trial-*.part"))
+    assert len(run(workers=2).evaluations) == len(found)
 
 
 @pytest.mark.slow

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 
 import longhorizon as lh
-from longhorizon.rivals import bohb, hyperband, rows
+from longhorizon.lanes import Lanes
+from longhorizon.problem import make_problem
+from longhorizon.rivals import bohb, hyperband, rows, testing
+from longhorizon.rivals.arena import Trial
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.space import Axis
 from longhorizon.rivals.studies import quiet
-from rivals_task import CONSTANT, HYPERS, compare, without_clock
+from longhorizon.rivals.training import Counter, Training, judge
+from rivals_task import CONSTANT, HYPERS, compare, make_task, without_clock
 from test_compare import Stops
+from test_crew import plan_of
 
 
 @pytest.mark.parametrize("method", ["hyperband", "bohb"])
@@ -104,8 +109,88 @@ def test_a_study_that_is_lost_is_made_anew_from_the_journal(tmp_path, monkeypatc
     assert [path.name for path in (tmp_path / f"r/{method}-0").glob("study.log*")] == ["study.log"]
     found = compare(tmp_path / "r", **settings).evaluations
     assert without_clock(found[: len(stopped)]) == without_clock(stopped)
+    assert all_as_alone(found)  # no checkpoint of another setting was taken up
     if seats == 1:  # several at a time have other neighbours when they go on
         assert without_clock(found) == without_clock(compare(**settings).evaluations)
+
+
+def all_as_alone(evaluations):
+    """Whether every loss is that of a training of its own with the values beside it."""
+    for e in evaluations:
+        if math.isfinite(e.val_loss):
+            training = Training(make_problem(make_task(), lh.sgd(), *plan_of(e)), Counter())
+            while training.t < e.steps:
+                training.advance()
+            assert e.val_loss == pytest.approx(judge(training).val_loss, rel=1e-3), e
+    return True
+
+
+@pytest.mark.parametrize("hypers", [HYPERS, CONSTANT], ids=["schedule", "constant"])
+@pytest.mark.parametrize("seats", [1, 3])
+@pytest.mark.parametrize("method", ["hyperband", "bohb"])
+def test_a_search_that_is_through_is_through(tmp_path, monkeypatch, method, seats, hypers):
+    """Called again it adds nothing; and the steps of a budget are never overdrawn, whatever fails on the way."""
+    monkeypatch.setattr(rows, "width", lambda arena, *runs: seats)
+    step, taken = Lanes.step, [0]
+
+    def sometimes(self, t):
+        taken[0] += 1
+        if taken[0] % 9 == 0:
+            raise RuntimeError("the device was busy")
+        return step(self, t)
+
+    for budget in (29, 35, 148):
+        settings = {"methods": [method], "test": "none", "budget": f"{budget} steps", "hypers": hypers}
+        place = tmp_path / str(budget)
+        with monkeypatch.context() as patch:
+            patch.setattr(Lanes, "step", sometimes)
+            found = compare(place, **settings).evaluations
+        assert sum(e.cost for e in found) <= budget
+        assert len(compare(place, **settings).evaluations) == len(found)
+
+
+def test_trials_that_crash_at_no_cost_do_not_go_on_for_ever():
+    made = 0
+
+    def model():
+        nonlocal made
+        made += 1
+        if made >= 4:
+            raise OSError("the disk went away")
+        return make_task().model()
+
+    found = compare(task=make_task(model=model), methods=["random"], test="none")
+    assert len(found.evaluations) < 30
+    assert found.gave_up == {"random-0": "its last 20 trials crashed: OSError: the disk went away"}
+
+
+@pytest.mark.parametrize("method", ["random", "bohb"])
+def test_a_torn_line_of_a_study_does_not_count(tmp_path, method):
+    settings = {"methods": [method], "test": "none", "budget": "9 runs"}
+    compare_and_stop(tmp_path / "r", 60, **settings)
+    with (tmp_path / f"r/{method}-0/study.log").open("a") as study:
+        study.write('{"op_code": 6, "worker')
+    assert without_clock(compare(tmp_path / "r", **settings).evaluations) == without_clock(
+        compare(**settings).evaluations
+    )
+
+
+@pytest.mark.parametrize("hypers", [HYPERS, CONSTANT], ids=["schedule", "constant"])
+def test_killed_before_a_checkpoint_was_removed_it_is_removed_later(tmp_path, monkeypatch, hypers):
+    settings = {
+        "methods": ["hyperband"],
+        "test": "none",
+        "budget": "4 runs",
+        "hypers": hypers,
+        "checkpoint_seconds": 0.0,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(Trial, "forget", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compare(tmp_path / "r", **settings)
+    compare(tmp_path / "r", **settings)
+    left = {int(path.name[6:11]) for path in tmp_path.rglob("trial-*.pt")}
+    assert left <= {number for number, state, *_ in told(tmp_path / "r", "hyperband") if state == "RUNNING"}
 
 
 def compare_and_stop(directory, after, **settings):
@@ -224,10 +309,29 @@ def test_a_comparison_goes_on_elsewhere_from_its_journal(tmp_path, method):
         (tmp_path / "carried" / name).write_bytes((tmp_path / "here" / name).read_bytes())
     there = compare(tmp_path / "there", earlier=tmp_path / "carried", **more)
     assert without_clock(there.evaluations) == without_clock(compare(tmp_path / "here", **more).evaluations)
-    assert len(there.tests) >= 1
+    carried = testing.read_tests(tmp_path / "carried" / "tests.jsonl")
+    assert there.tests[: len(carried)] == carried
+    assert len(carried) == 1
     again = compare(tmp_path / "there", earlier=tmp_path / "carried", **more)  # what is there stays
     assert without_clock(again.evaluations) == without_clock(there.evaluations)
     with pytest.raises(ValueError, match=r"earlier='.*nowhere': has no journal.jsonl"):
         compare(tmp_path / "new", earlier=tmp_path / "nowhere", **more)
     with pytest.raises(ValueError, match=r"earlier='.*carried': needs `dir` too"):
         compare(earlier=tmp_path / "carried", **more)
+
+
+def test_a_journal_of_another_comparison_is_refused_or_left_out(tmp_path):
+    """Of other ranges; of another seed; of FDS, which begins anew."""
+    settings = {"test": "none", "budget": "4 runs"}
+    compare(tmp_path / "here", methods=["fds", "random", "bohb"], **settings)
+    narrow = {**HYPERS, "lr": replace(HYPERS["lr"], step=1e-3)}
+    for method in ("random", "bohb"):
+        with pytest.raises(lh.RunError, match="none that this comparison would have made"):
+            compare(tmp_path / method, hypers=narrow, methods=[method], earlier=tmp_path / "here", **settings)
+    other = compare(tmp_path / "other", methods=["random"], earlier=tmp_path / "here", seed=5, **settings)
+    assert {e.seed for e in other.evaluations} == {5}
+    anew = compare(tmp_path / "anew", methods=["fds"], earlier=tmp_path / "here", **settings)
+    assert {e.method for e in anew.evaluations} == {"fds", "random", "bohb"}
+    assert [e.seconds for e in anew.evaluations if e.method == "fds"] != [
+        e.seconds for e in Ledger(tmp_path / "here/journal.jsonl").all() if e.method == "fds"
+    ]

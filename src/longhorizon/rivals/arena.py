@@ -22,6 +22,7 @@ from longhorizon.traces import Traces
 from longhorizon.tuning import Gates, run_seed
 
 PATIENCE = 3  # trials that may crash before any has gone well
+STREAK = 20  # trials in a row that may crash before their first step: they cost nothing, and would go on for ever
 
 
 class Stop(Exception):  # noqa: N818 - no error
@@ -154,6 +155,8 @@ class Arena:
         past = self.past()
         if len(past) >= PATIENCE and all(e.status.startswith("crashed") for e in past):
             raise GaveUp(f"its first {len(past)} trials {past[-1].status}")
+        if len(past) >= STREAK and all(e.status.startswith("crashed") and not e.cost for e in past[-STREAK:]):
+            raise GaveUp(f"its last {STREAK} trials {past[-1].status}")
         return written
 
     def save(self, name: str, content: Mapping[str, Any]) -> None:

@@ -81,10 +81,16 @@ class BlackBox:
             self.work(arena, self.running(arena))
 
     def running(self, arena: Arena) -> list[int]:
-        """Trials that no process works on any more, by number."""
+        """Trials that no process works on any more, by number; to be asked by whoever has the folder alone."""
         from optuna.trial import TrialState
 
-        return [t.number for t in self.study(arena).get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+        studies.mend(arena)
+        study = self.study(arena)
+        numbers = [t.number for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
+        for path in arena.dir.glob("trial-*.pt"):  # of one that was killed before it was removed, or of a lost study
+            if int(path.name[6:11]) not in numbers:
+                path.unlink()
+        return numbers
 
     def work(self, arena: Arena, unfinished: Sequence[int], worker: int = 0) -> None:
         """Finish these trials, then take new ones until the purse is empty."""
@@ -120,16 +126,20 @@ class BlackBox:
                 except Failed as failed:
                     seats = failed.seats
                 unfinished, waiting = [*waiting, *unfinished], []  # there may be more to spend than it seemed
-                for seat in seats:
-                    found = crew.judge(seat)
+                verdicts = [crew.judge(seat) for seat in seats]  # all, before anybody spends what another one may need
+                for seat, found in zip(seats, verdicts, strict=True):
                     with crew.apart():
                         waiting += self._seat(arena, study, crew, seat.trial, seat.what, found)
         except (Stop, GaveUp):
             crew.save()
             raise
 
-    def _next(self, arena: Arena, study: Any) -> int:
+    def next_steps(self, arena: Arena) -> int:
         """Training steps of the first evaluation of a new trial."""
+        with quiet():
+            return self._next(arena, self.study(arena))
+
+    def _next(self, arena: Arena, study: Any) -> int:
         rungs = self.rungs(arena.setup)
         return rungs[hyperband.begins_on(len(study.get_trials(deepcopy=False)), len(rungs))]
 
@@ -231,27 +241,34 @@ class BlackBox:
             trial = study.ask()
             if values is None:  # it had not come to its first evaluation
                 study.tell(trial, state=TrialState.FAIL)
-                for left in arena.dir.glob(f"trial-{number:05d}*.pt"):
-                    left.unlink()
                 continue
             for axis in space:
                 trial.suggest_float(axis.name, axis.low, axis.high, log=axis.log)
             courses[number] = _Course(trial, values, {}, self._squeezes(arena))
+        ended: set[int] = set()
         for e in past:
+            if e.trial in ended:
+                raise self._unlike(arena, e)
             courses[e.trial].rung = self.rungs(arena.setup).index(e.steps)
-            self._goes_on(arena, study, courses[e.trial], e, None)
+            if not self._goes_on(arena, study, courses[e.trial], e, None):
+                ended.add(e.trial)
         os.replace(arena.dir / aside, arena.dir / studies.STUDY)
 
     def _check(self, arena: Arena, e: Evaluation) -> None:
         """Whether a line of the journal can be this method's."""
-        rungs = self.rungs(arena.setup)
+        rungs, space = self.rungs(arena.setup), arena.setup.axes
         fits = all(len(e.values.get(key, [])) == hyper.windows for key, hyper in arena.setup.hypers.items())
-        if not fits or e.steps not in rungs[hyperband.begins_on(e.trial, len(rungs)) :]:
-            raise RunError(
-                f"the study of {self.name}, seed {arena.seed}, is lost, and cannot be made anew from the journal: "
-                f"trial {e.trial} after {e.steps} steps is none that this version would have made. Give another "
-                f"directory, or leave {self.name} out."
-            )
+        numbers = numbers_of(e.values, space) if fits else {}
+        within = all(axis.low <= numbers.get(axis.name, math.nan) <= axis.high for axis in space)
+        if not within or e.steps not in rungs[hyperband.begins_on(e.trial, len(rungs)) :]:
+            raise self._unlike(arena, e)
+
+    def _unlike(self, arena: Arena, e: Evaluation) -> RunError:
+        return RunError(
+            f"the study of {self.name}, seed {arena.seed}, is lost, and cannot be made anew from the journal: "
+            f"trial {e.trial} after {e.steps} steps is none that this comparison would have made. Give another "
+            f"directory, or leave {self.name} out."
+        )
 
     def _sampler(self, arena: Arena, number: int) -> Any:
         from optuna import samplers

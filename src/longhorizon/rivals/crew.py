@@ -186,4 +186,5 @@ class Crew:
     def _get_up(self, seat: Seat) -> None:
         place = self.seats.index(seat)
         self._bring_up_to_date(place, seat)
+        seat.trial.keep()
         self.seats[place] = None

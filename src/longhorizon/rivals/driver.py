@@ -1,5 +1,6 @@
 """`compare`: every method with every seed, with a directory, a clock and signals around them."""
 
+import json
 import os
 import tempfile
 import time
@@ -192,7 +193,7 @@ def compare(
         directory.begin(settings, recipe)
         directory.save_json("plan.json", plan)
         if earlier is not None:
-            _take_over(Path(earlier), directory.path)
+            _take_over(Path(earlier), directory.path, range(checked(seed), checked(seed) + repeats))
         there = _Run(setup, wanted, limit, directory.path, precision, checkpoint_seconds, watcher or Watcher())
         return there.all(checked(seed), repeats, workers, test, test_seeds)
 
@@ -275,13 +276,23 @@ class _Run:
         try_all(*given, self._traces, self.precision)
 
 
-def _take_over(earlier: Path, here: Path) -> None:
-    """Begin with the journal of another folder, unless there is one; written aside and renamed, the journal last."""
+def _take_over(earlier: Path, here: Path, seeds: range) -> None:
+    """Begin with the journal of another folder, unless there is one; written aside and renamed, the journal last.
+
+    Without lines of other seeds, and of methods whose state is not in it.
+    """
+    if (here / "journal.jsonl").exists():
+        return
     for name in ("tests.jsonl", "journal.jsonl"):
-        if not (here / "journal.jsonl").exists() and (earlier / name).exists():
-            partial = here / f"{name}.part"
-            partial.write_bytes((earlier / name).read_bytes())
-            os.replace(partial, here / name)
+        whole = (earlier / name).read_bytes().rpartition(b"\n")[0] if (earlier / name).exists() else b""
+        kept = []
+        for line in whole.split(b"\n") if whole else ():
+            content = json.loads(line)
+            if content["seed"] in seeds and content["method"] not in ("fds", "greedy"):
+                kept.append(line + b"\n")
+        partial = here / f"{name}.part"
+        partial.write_bytes(b"".join(kept))
+        os.replace(partial, here / name)
 
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:

@@ -71,7 +71,7 @@ class Grid(Method):
     def run(self, arena: Arena) -> None:
         settings = appendix_f()
         purse, steps = arena.purse, arena.setup.steps
-        most = max(1, int(purse.left // steps)) if purse.unit == "steps" else len(settings)
+        most = max(1, int(purse.whole // steps)) if purse.unit == "steps" else len(settings)
         rows.width(arena, min(most, len(settings)))  # all are alike, so that a wide row has no lane to spare
         rows.recompile(arena)
         jobs = [rows.Job(trial, settings[trial]) for trial in order(arena.seed, len(settings))]

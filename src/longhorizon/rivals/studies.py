@@ -1,5 +1,6 @@
 """Optuna's studies: where they are kept, what they are told, and how a trial is taken up again."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,13 @@ def opened(arena: Arena, name: str = STUDY) -> Any:
         pruner=optuna.pruners.NopPruner(),  # who goes on is decided by hyperband.py
         load_if_exists=True,
     )
+
+
+def mend(arena: Arena) -> None:
+    """Drop a last line that was torn by a full disk, say: Optuna would write on behind it."""
+    path = arena.dir / STUDY
+    if path.exists() and not (whole := path.read_bytes()).endswith(b"\n") and whole:
+        os.truncate(path, whole.rfind(b"\n") + 1)
 
 
 def catch_up(study: Any, trial: Any, saved: Any, names: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from longhorizon.cuda import Precision
 from longhorizon.problem import environment
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
 from longhorizon.rivals.blackbox import BlackBox
-from longhorizon.rivals.budget import Purse, parse_budget
+from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.studies import quiet
 from longhorizon.rundir import RunDirectory, RunError
@@ -57,21 +57,43 @@ def run(
     precision: Precision,
     on_evaluation: Callable[[Evaluation], None] | None = None,
 ) -> None:
-    """Let `count` processes work on a method, and wait for them."""
-    with alone(arena.dir), environment(precision), quiet():
-        unfinished = method.running(arena)
-    if not arena.purse.allows(method.least(arena.setup)):
-        return
-    told = len(arena.past())
-    parent = arena.dir.parent
-    command = [sys.executable, "-m", "longhorizon.rivals.workers", str(parent), method.name, str(arena.seed)]
-    left = arena.purse.left / count
-    if arena.purse.unit == "steps":
-        left = max(left // 1, method.least(arena.setup))
+    """Let `count` processes work on a method, and wait for them.
+
+    What their shares leave over is shared out again, among fewer, until it is too little for anybody.
+    """
+    while True:
+        with alone(arena.dir), environment(precision), quiet():
+            unfinished = method.running(arena)
+            need = method.next_steps(arena)
+        past = arena.past()
+        purse = Purse(
+            Budget(arena.purse.whole, arena.purse.unit), sum(e.cost for e in past), sum(e.seconds for e in past)
+        )
+        if not purse.allows(need) and not (unfinished and purse.allows(method.least(arena.setup))):
+            return
+        left = purse.left / count
+        if purse.unit == "steps":
+            left = min(purse.left, max(left // 1, need))
+        shares = [left for k in range(count) if (k + 1) * left <= purse.left or k == 0]
+        _round(method, arena, shares, unfinished, asked, on_evaluation)
+        if len(arena.past()) == len(past):
+            return
+
+
+def _round(
+    method: BlackBox,
+    arena: Arena,
+    shares: list[float],
+    unfinished: list[int],
+    asked: list[int],
+    on_evaluation: Callable[[Evaluation], None] | None,
+) -> None:
+    """A process for each share."""
+    told, count = len(arena.past()), len(shares)
+    command = [sys.executable, "-m", "longhorizon.rivals.workers", str(arena.dir.parent), method.name, str(arena.seed)]
     processes = [
-        subprocess.Popen([*command, repr(left), str(k), str(os.getpid()), *map(str, unfinished[k::count])])
-        for k in range(count)
-        if (k + 1) * left <= arena.purse.left or k == 0
+        subprocess.Popen([*command, repr(share), str(k), str(os.getpid()), *map(str, unfinished[k::count])])
+        for k, share in enumerate(shares)
     ]
     try:
         while any(p.poll() is None for p in processes):
