@@ -59,7 +59,8 @@ class Inner:
         self.cache: dict[Any, Any] = {}  # traced steps, by engine and shape
         self.probed: set[bool] = set()  # whether its derivative was looked at, forwards or backwards
         self.checked: list[tuple[Any, ...]] = []  # data and hyperparameters that its losses were tried with
-        self.tried_side_by_side: dict[Any, int] = {}  # what came of it, by the kind of run (lanes.py)
+        self.step_bytes: dict[Any, int] = {}  # that a step makes, by the kind of run (lanes.py)
+        self.side_by_side: dict[Any, bool] = {}  # whether runs of a kind can be (lanes.py)
         self._tried = False  # whether an elementwise rule is one, which matters on a GPU
 
     def start(self) -> State:

@@ -156,22 +156,22 @@ def at_once(problem: Problem, runs: int, goes: int = 1) -> int:
         return 1
     if not all(p.requires_grad for p in module.parameters()):
         return 1
-    if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(problem.batch(0))):
+    inner, batch = problem.inner, problem.batch(0)
+    if not all(isinstance(x, Tensor) for x in pytree.tree_leaves(batch)):
         return 1
-    known, batch = problem.inner.tried_side_by_side, problem.batch(0)
     nothing = not any(bool(v.any()) for v in problem.values.values())  # then a step moves nothing, and shows less
     kind = problem.device, cuda.current_precision(), _form(batch), nothing
-    if kind not in known:
+    if kind not in inner.step_bytes:
         with _Bytes() as made:
             problem.train_step(problem.start, 0)
-        known[kind] = made.total
-    most = min(most, int(free_memory(problem.device) / 2 / max(1, known[kind])))
+        inner.step_bytes[kind] = made.total
+    most = min(most, int(free_memory(problem.device) / 2 / max(1, inner.step_bytes[kind])))
     if most < 2:
         return 1
-    if (kind, "works") not in known:
-        known[kind, "works"] = _works(problem, batch)
+    if kind not in inner.side_by_side:
+        inner.side_by_side[kind] = _works(problem, batch)
     wide = cuda.current_precision() == "bf16" and goes * runs > 2 * WIDE[-1]
-    return _share(runs, most, problem.device.type, wide) if known[kind, "works"] else 1
+    return _share(runs, most, problem.device.type, wide) if inner.side_by_side[kind] else 1
 
 
 def _works(problem: Problem, batch: Any) -> bool:

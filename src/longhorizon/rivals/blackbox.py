@@ -282,7 +282,7 @@ class BlackBox:
         return samplers.PartialFixedSampler(bohb.propose(arena.setup.axes, arena.past(), own), uniform)
 
     def _trial(self, arena: Arena, study: Any, number: int | None, worker: int) -> None:
-        """One trial, new or taken up again, up to its end or to where the pruner ends it."""
+        """One trial, new or taken up again, up to its end, or to where it is not among the best."""
         rungs, began = self.rungs(arena.setup), time.perf_counter()
         course = self._asked(arena, study, number, worker)
         one = self._trial_of(arena, course, time.perf_counter() - began)

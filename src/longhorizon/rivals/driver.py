@@ -152,6 +152,9 @@ def compare(
         raise ValueError("workers are processes that make the task themselves: give `recipe` and `dir` too.")
     if test not in ("all", "whole", "last", "none"):
         raise ValueError(f"test={test!r}: expected 'all', 'whole', 'last' or 'none'.")
+    if earlier is not None and (dir is None or not (Path(earlier) / "journal.jsonl").exists()):
+        what = "needs `dir` too" if dir is None else "has no journal.jsonl"
+        raise ValueError(f"earlier={str(earlier)!r}: {what}.")
     longest = max(tuning.horizons)
     if train_steps is not None and (isinstance(train_steps, bool) or not isinstance(train_steps, int)):
         raise ValueError(f"train_steps={train_steps!r}: expected a whole number, or None for that of `steps`.")
@@ -182,9 +185,6 @@ def compare(
     settings |= {"horizon": horizon, "precision": precision, "test_seeds": test_seeds}
     settings |= {} if train_steps is None else {"train_steps": train_steps}
     plan = {"methods": [m.name for m in wanted], "budget": budget, "repeats": repeats, "workers": workers, "test": test}
-    if earlier is not None and (dir is None or not (Path(earlier) / "journal.jsonl").exists()):
-        what = "needs `dir` too" if dir is None else "has no journal.jsonl"
-        raise ValueError(f"earlier={str(earlier)!r}: {what}.")
     if dir is None:
         with tempfile.TemporaryDirectory() as place:
             there = _Run(setup, wanted, limit, Path(place), precision, checkpoint_seconds, watcher or Watcher())

@@ -38,14 +38,12 @@ def mend(arena: Arena) -> None:
 
 def catch_up(study: Any, trial: Any, saved: Any, names: Sequence[str]) -> None:
     """Of a trial that was killed between two axes, draw the first ones again, unused: the sampler's stream goes on."""
-    from optuna import pruners
-
     if all(name in saved.params for name in names):
         return
     relative = trial.relative_params  # drawn before all others, together
     for name, distribution in saved.distributions.items():
         if name not in relative and not distribution.single():
-            study.sampler.sample_independent(pruners._filter_study(study, saved), saved, name, distribution)
+            study.sampler.sample_independent(study, saved, name, distribution)
 
 
 def ceiling(study: Any, arena: Arena, setting: Setting, number: int, training: Trains | None = None) -> float:

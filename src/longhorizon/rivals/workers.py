@@ -112,7 +112,7 @@ def _round(
     if asked or any(p.returncode == STOPPED for p in processes):
         raise Stop
     if any(p.returncode == GAVE_UP for p in processes):
-        raise GaveUp(f"its first {len(arena.past())} trials {arena.past()[-1].status}")
+        raise GaveUp(f"its last trials {arena.past()[-1].status}")
     bad = [p.returncode for p in processes if p.returncode != 0]
     if bad:
         raise RunError(f"a worker of {method.name} ended with code {bad[0]}; what it said is above.")
