@@ -9,7 +9,7 @@ from torch import nn
 
 import column_products
 import longhorizon as lh
-from longhorizon import compile, convolution, kernels, lane_kernels, lanes, seeds
+from longhorizon import compile, convolution, kernels, lane_kernels, lanes, norm_kernels, seeds
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals import rows, space
 from longhorizon.rivals.descent import Descent
@@ -311,6 +311,38 @@ def test_the_convolutions_of_lanes_are_what_torch_makes(channels, outputs, side,
         assert (convolve(*args) - exact).norm() <= 1e-3 * exact.norm()
     exact = lane_kernels._weighed(images.cpu(), grads.cpu(), kind, channels).cuda()
     assert (weigh(images, grads, kind, channels) - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(
+    ("lanes", "count", "side", "channels"),
+    [(3, 256, 32, 16), (25, 256, 8, 64), (2, 3, 5, 8), (3, 7, 9, 256), (600, 2, 4, 32), (1, 1, 1, 128)],
+)
+def test_the_passes_of_batch_norm_are_what_torch_makes(lanes, count, side, channels, relu):
+    """Of the same bfloat16 numbers, so that only the order of sums differs, and a last bit here and there."""
+    generator = torch.Generator().manual_seed(0)
+    images = (3 + torch.randn(lanes, count, side, side, channels, generator=generator)).bfloat16()
+    grads, other = (torch.randn(images.shape, generator=generator).bfloat16() for _ in range(2))
+    scale, offset, slope, rest = (torch.randn(lanes, channels, generator=generator) for _ in range(4))
+    ops = norm_kernels.operations()
+    mean = ops.moments(images)[0]
+    for op, args, within in (
+        (ops.moments, (images,), 1e-5),
+        (ops.scaled, (images, scale, offset, relu), 1e-3),
+        (ops.slopes, (images, grads, scale, offset, mean, relu), 1e-5),
+        (ops.unscaled, (images, grads, None, scale, offset, slope, rest, relu), 1e-3),
+        (ops.unscaled, (images, grads, other, scale, offset, slope, rest, relu), 1e-3),
+    ):
+        exact = op(*args).double()
+        found = op(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args)).double().cpu()
+        assert (found - exact).norm() <= within * exact.norm()
+
+
+def test_constant_channels_have_no_variance():
+    images = torch.full((2, 4, 8, 8, 16), 3.7).cuda().bfloat16()
+    mean, var = norm_kernels.operations().moments(images)
+    assert bool((var == 0).all())
+    assert bool((mean == images[0, 0, 0, 0, 0].float()).all())
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")

@@ -60,8 +60,8 @@ def traced(given):
         args = tuple(lanes._stacked(part) for part in parts)
         flat = compile._Flat(lanes.batched(problems[0]), args)
         tensors = flat.tensors(pytree.tree_leaves(args))
-        graph = make_fx(torch.func.functionalize(flat), tracing_mode="fake")(*tensors)
         with cuda.half():
+            graph = make_fx(torch.func.functionalize(flat), tracing_mode="fake")(*tensors)
             simplify(graph)
         return flat, graph, tensors
 

@@ -22,14 +22,16 @@ LAYERS = [
     ["simplify"],
     ["swaps"],
     ["columns", "lane_graph"],
+    ["norm_graph"],
+    ["halves"],
     ["nodes"],
-    ["convolution", "lane_kernels"],
+    ["convolution", "lane_kernels", "norm_kernels"],
     ["kernels"],
     ["inner"],
     ["functional"],
     ["batches"],
     ["task", "rules", "hypers"],
-    ["tree", "seeds", "cuda", "meter", "normalise"],
+    ["tree", "seeds", "cuda", "meter", "normalise", "lane_norm"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

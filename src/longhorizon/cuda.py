@@ -199,7 +199,7 @@ class Recorded:
 
     def __call__(self, *args: Tensor) -> list[Tensor]:
         for places, into in self._inputs:
-            torch._foreach_copy_(into, [args[i] for i in places])
+            torch._foreach_copy_(into, [args[i].contiguous() for i in places])  # a gap in one, and it copies one by one
         with torch.cuda.device(self._args[0].device):
             self._graph.replay()
         fresh: list[Any] = [None] * len(self._out)
@@ -210,8 +210,8 @@ class Recorded:
 
 
 def _copied(tensors: list[Tensor]) -> Iterable[Tensor]:
-    """Copies of tensors of one type; floats in one call."""
-    if tensors[0].is_floating_point():
+    """Copies of tensors of one type, in one call."""
+    if tensors[0].dtype != torch.bool:
         return torch._foreach_mul(tensors, 1)
     return [x.clone() for x in tensors]
 

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
-from longhorizon import cuda
+from longhorizon import cuda, lane_norm
 from longhorizon.normalise import normalise
 from longhorizon.rules import Params
 from longhorizon.task import Task, call_loss
@@ -189,16 +189,22 @@ def _batch_norm(m: Any, x: Tensor) -> Tensor:
         shift = shift if m.bias is None else shift + m.bias
         normed: Tensor = x * scale.view(shape) + shift.view(shape)
         return normed
+    if cuda.is_half() and lane_norm.suits(x):
+        return _tracked(m, x, lane_norm.lane_norm(x, m.weight, m.bias, m.eps))
     if not x.is_cuda:
         if m.training and m.running_mean is not None:
             var, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=1)
             _track(m, mean, var)
         return F.batch_norm(x, None, None, m.weight, m.bias, training=True, eps=m.eps)
     # On a GPU, in plain operations, which the compiler joins with what stands around them.
-    count = x.numel() // x.shape[1]
+    return _tracked(m, x, normalise(x, m.weight, m.bias, m.eps, rough=cuda.is_half()))
+
+
+def _tracked(m: Any, x: Tensor, found: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """What BatchNorm makes of a batch, with its mean and variance, which move the running statistics."""
+    (normed, mean, var), count = found, x.numel() // x.shape[1]
     if count < 2:
         raise ValueError(f"BatchNorm needs more than one value per channel to train on, got {tuple(x.shape)}.")
-    normed, mean, var = normalise(x, m.weight, m.bias, m.eps, rough=cuda.is_half())
     if m.training and m.running_mean is not None:
         _track(m, mean, var * (count / (count - 1)))
     return normed

@@ -1,8 +1,8 @@
-"""Putting the bfloat16 convolutions of lane_kernels.py into the graph of training runs side by side.
+"""Putting the bfloat16 kernels of lane_kernels.py and norm_kernels.py into the graph of training runs side by side.
 
 `vmap` makes one grouped convolution of the runs' own ones. Each becomes an operation on images in bfloat16 with their
-channels last. What such an operation reads is kept in that form only: everybody else who reads it reads it from there.
-A sum that ends in a convolution's result (a residual connection) becomes a part of the convolution.
+channels last (halves.py), and so does BatchNorm (norm_graph.py). A sum that ends in the result of one (a residual
+connection, forward and back) becomes a part of it.
 """
 
 from operator import getitem
@@ -11,78 +11,44 @@ from typing import Any
 import torch
 from torch import fx
 
-from longhorizon import convolution, lane_kernels
+from longhorizon import convolution, lane_kernels, norm_kernels
+from longhorizon.halves import Halves, merge_ways_back, source_of
 from longhorizon.kernels import KINDS
 from longhorizon.nodes import TURN, called, kind_of, reshaped, shape_of, unfolded, value_of
+from longhorizon.norm_graph import Norms
 
 aten = torch.ops.aten
-
-_LAST, _BACK = [0, 1, 3, 4, 2], [0, 1, 4, 2, 3]  # channels, to the end and back
 
 
 def use_lane_kernels(graph: fx.GraphModule) -> None:
     """Put them where they apply, in the graph of a plain training step of lanes."""
     convolve, weigh = lane_kernels.operations()
-    halves = _Halves(graph)
+    halves = Halves(graph)
+    norms = Norms(graph, halves)
     for node in list(graph.graph.nodes):
         if node.target is aten.convolution.default and node.args[8] > 1:
             _convolution(graph, node, convolve, halves)
         elif node.target is aten.convolution_backward.default and node.args[9] > 1:
             _backward(graph, node, convolve, weigh, halves)
+        else:
+            norms.put(node)
     graph.graph.eliminate_dead_code()  # of what a node may have been read by
     for node in list(graph.graph.nodes):
         if node.target is aten.add.Tensor:
-            _add_within(graph, node, convolve, halves)
+            _add_within(graph, node, halves)
+    merge_ways_back(graph)
     graph.graph.eliminate_dead_code()
-    if any(value_of(n).is_cuda for n in graph.graph.nodes if n.target is convolve):
+    if any(value_of(n).is_cuda for n in graph.graph.nodes if n.target in _taken()):
         lane_kernels.prepare(graph.graph.nodes)
+        norm_kernels.prepare(graph.graph.nodes)
 
 
-class _Halves:
-    """Which nodes there are in bfloat16, channels last."""
-
-    def __init__(self, graph: fx.GraphModule):
-        self.graph = graph
-        self._of: dict[fx.Node, fx.Node] = {}
-
-    def of(self, node: fx.Node) -> fx.Node:
-        """(lanes, images, channels, side, side) in bfloat16 with channels last; others read what is kept of it."""
-        if node in self._of:
-            return self._of[node]
-        x, readers = value_of(node), list(node.users)
-        with self.graph.graph.inserting_before(_next(node)):
-            last = called(self.graph, aten.permute.default, (node, _LAST), x.permute(_LAST))
-            more = -x.shape[2] % 8
-            if more:
-                filled = value_of(last).new_empty(*value_of(last).shape[:-1], x.shape[2] + more)
-                last = called(self.graph, aten.constant_pad_nd.default, (last, [0, more]), filled)
-            half = value_of(last).to(torch.bfloat16)
-            cast = called(self.graph, aten._to_copy.default, (last,), half, dtype=torch.bfloat16)
-            how = {"memory_format": torch.contiguous_format}
-            kept = called(self.graph, aten.clone.default, (cast,), half.contiguous(), **how)
-            again = node if more or node.op == "placeholder" else self.back(kept)
-        for reader in readers if again is not node else []:
-            reader.replace_input_with(node, again)
-        self._of[node] = kept
-        return kept
-
-    def back(self, half: fx.Node) -> fx.Node:
-        """The same numbers for everybody else, where the graph is being written."""
-        whole = called(self.graph, aten._to_copy.default, (half,), value_of(half).float(), dtype=torch.float32)
-        turned = called(self.graph, aten.permute.default, (whole, _BACK), value_of(whole).permute(_BACK))
-        self._of[turned] = half
-        return turned
+def _taken() -> tuple[Any, ...]:
+    """Operations that something else can be added to, their third argument."""
+    return lane_kernels.operations()[0], norm_kernels.operations().unscaled
 
 
-def _next(node: fx.Node) -> fx.Node:
-    """The place behind a node; behind all arguments, if it is one."""
-    node = node.next
-    while node.op == "placeholder":
-        node = node.next
-    return node
-
-
-def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, halves: _Halves) -> None:
+def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, halves: Halves) -> None:
     arguments: Any = node.args
     image, weight, bias, *how = arguments
     kind, lanes = kind_of(weight, *how, groups=True), how[5]
@@ -98,7 +64,7 @@ def _convolution(graph: fx.GraphModule, node: fx.Node, op: Any, halves: _Halves)
         _put(graph, node, halves.back(made))
 
 
-def _backward(graph: fx.GraphModule, node: fx.Node, convolve: Any, weigh: Any, halves: _Halves) -> None:
+def _backward(graph: fx.GraphModule, node: fx.Node, convolve: Any, weigh: Any, halves: Halves) -> None:
     arguments: Any = node.args
     (grad, image, weight), how, mask = arguments[:3], arguments[4:10], arguments[10]
     kind, lanes = kind_of(weight, *how, groups=True), how[5]
@@ -122,33 +88,32 @@ def _backward(graph: fx.GraphModule, node: fx.Node, convolve: Any, weigh: Any, h
             readers[1].replace_all_uses_with(reshaped(graph, made, shape_of(weight)))
 
 
-def _add_within(graph: fx.GraphModule, node: fx.Node, op: Any, halves: _Halves) -> None:
-    """A convolution's result that only a sum reads: the sum of it and something else is made in one go."""
+def _add_within(graph: fx.GraphModule, node: fx.Node, halves: Halves) -> None:
+    """The result of a convolution, or a gradient, that only a sum reads: it and something else are made in one go."""
     if node.kwargs.get("alpha", 1) != 1 or not all(isinstance(x, fx.Node) for x in node.args[:2]):
         return
     arguments: Any = node.args
     first, second = arguments[:2]
     for mine, other in ((second, first), (first, second)):
-        half = _source(mine, op)
+        half = _source(mine)
         if half is None or half.args[2] is not None or mine is other:
             continue
         if not shape_of(mine) == shape_of(other) == shape_of(node) or value_of(other).dtype != torch.float32:
             continue
         added = halves.of(other)
-        images, weights, _, *how = half.args
+        one, two, _, *how = half.args
         with graph.graph.inserting_before(node):
-            made = _made(graph, op, (images, weights, added, *how))
+            made = called(graph, half.target, (one, two, added, *how), value_of(half))
             node.replace_all_uses_with(halves.back(made))
         return
 
 
-def _source(node: Any, op: Any) -> fx.Node | None:
-    """The convolution that a node shows in its own form, if nobody else reads either."""
-    whole = node.args[0] if node.target is aten.permute.default and list(node.args[1]) == _BACK else None
-    if whole is None or whole.target is not aten._to_copy.default or len(node.users) > 1 or len(whole.users) > 1:
+def _source(node: Any) -> fx.Node | None:
+    """The operation whose result a node shows in its own form, if nobody else reads either."""
+    half = source_of(node)
+    if half is None or half.target not in _taken():
         return None
-    half = whole.args[0]
-    return half if half.target is op and len(half.users) == 1 else None
+    return half if len(node.users) == len(node.args[0].users) == len(half.users) == 1 else None
 
 
 def _made(graph: fx.GraphModule, op: Any, arguments: tuple[Any, ...]) -> fx.Node:

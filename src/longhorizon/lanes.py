@@ -90,10 +90,10 @@ class Lanes:
     def _hyper(self, key: str, values: Tensor, at: Sequence[int]) -> Tensor:
         """Each run's value of a hyperparameter now."""
         windows = tuple(p.window(key, t) for p, t in zip(self._all, at, strict=True))
-        if len(set(windows)) == 1:
-            return values[:, windows[0]]
         if self._chosen.get(key, (None,))[0] != windows:  # which changes now and then only
-            self._chosen[key] = windows, values[range(len(windows)), windows]
+            alike = len(set(windows)) == 1
+            now = values[:, windows[0]].contiguous() if alike else values[range(len(windows)), windows]
+            self._chosen[key] = windows, now
         return self._chosen[key][1]
 
     def _one_by_one(self, at: Sequence[int]) -> Tensor:
