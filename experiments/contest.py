@@ -130,8 +130,10 @@ class Contest:
         self.settings = settings | {"steps": self.steps, "steps_per_epoch": self.epoch}
         self.settings |= {"data": record.title(images, args)}
         self.folder = record.Work(args, name, self.settings).folder
-        beside = args.out.parent if args.out else args.work if args.smoke else record.RESULTS
-        self.kept = self._place_to_keep(beside / f"{name}-entrants")
+        usual = args.work if args.smoke else record.RESULTS
+        self.kept = self._place_to_keep((args.out.parent if args.out else usual) / f"{name}-entrants")
+        before = self._place_to_keep(usual / f"{name}-entrants")  # read in any case
+        self._places = [place for place in dict.fromkeys((before, self.kept)) if place is not None]
 
     def run(self, entrant: Entrant, seed: int, budget: str = PLAIN) -> None:
         """Let an entrant go on with its budget, and test what it chose."""
@@ -191,7 +193,7 @@ class Contest:
         here = {
             f"{e.card['label']}-{e.card['seed']}": e for e in map(_read, sorted(self.folder.glob("*/entrant.json")))
         }
-        found = {path.stem: Entered.read(path) for path in kept(self.kept)} if self.kept else {}
+        found = {name: Entered.read(path) for name, path in self._kept().items()}
         for name, one in here.items():
             if name in found and one.size < found[name].size:
                 say(f"{name}: what was kept goes further than what is in {self.folder}, and stays")
@@ -202,10 +204,14 @@ class Contest:
                 record.write(self.kept / f"{name}.json", one.to_dict())
         return gathered([found[name] for name in sorted(found)])
 
+    def _kept(self) -> dict[str, Path]:
+        """The files of entrants that were kept, where the result is written or else with the others."""
+        return {path.stem: path for place in self._places for path in kept(place)}
+
     def _lay_out(self, place: Path, label: str) -> tuple[Path | None, dict[str, Any]]:
         """The journal of an entrant that was kept, in a folder of its own: all that a search goes on from; its card."""
-        path = self.kept / f"{place.name}.json" if self.kept else None
-        if path is None or not path.exists() or (place / "journal.jsonl").exists():
+        path = self._kept().get(place.name)
+        if path is None or (place / "journal.jsonl").exists():
             return None, {"sittings": []}
         one, folder = Entered.read(path), place.with_name(f"{place.name}-kept")
         if one.card["method"] in ("fds", "greedy"):  # they go on from the state of their outer optimizer
@@ -233,7 +239,8 @@ class Contest:
         if not own:
             known = sorted(f"{card['label']} (seed {card['seed']})" for card in found.cards)
             there = ", ".join(known) or "nothing"
-            raise SystemExit(f"--label {label} --seed {seed}: not in {self.folder}; there is {there}.")
+            places = " or ".join(map(str, [self.folder, *self._places]))
+            raise SystemExit(f"--label {label} --seed {seed}: not in {places}; there is {there}.")
         return own
 
     def _shortened(self, epochs: float) -> int:

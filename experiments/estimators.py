@@ -142,9 +142,9 @@ def names_of(name: str, smoke: bool) -> list[str]:
 
 
 def median_costs(rows: dict[str, list[dict[str, Any]]], plain: float) -> dict[str, dict[str, float]]:
-    """The same from estimates that were timed; the first of each, which may have compiled, is an outlier."""
+    """The same from estimates that were timed; those that compiled first, at most every other one, are outliers."""
     took = {label: [row["took"] for row in made if "took" in row] for label, made in rows.items()}
-    middle = {label: statistics.median(seconds) for label, seconds in took.items() if seconds}
+    middle = {label: statistics.median_low(seconds) for label, seconds in took.items() if seconds}
     return {label: {"runs": seconds / plain, "estimate_seconds": seconds} for label, seconds in middle.items()}
 
 

@@ -12,7 +12,7 @@ Command: python experiments/figure3.py --data-root DATA     writes experiments/r
     `--keep` does only what is not in the result yet.
 Time:    in the result file.
 Ours:
-    MNIST, greedy, each rate before the next step: not run yet
+    MNIST, greedy, each rate before the next step: rates 0 to 0.77, test 19.6 ± 9.0 %; 142 s, NVIDIA H200
     MNIST, the same, the last of each 50 rates instead of the best: rates -0.077 to 0.77, test 26.9 ± 16.2 %; 149 s,
         NVIDIA H200
     MNIST, greedy, all rates at once: rates -0.18 to 0.32, test 9.8 ± 0.0 % (after all outer steps 10.1 ± 0.7 %); 349 s

@@ -337,6 +337,9 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     (tmp_path / "results" / "figure1_bf16.json").write_text(json.dumps(rough))
     with pytest.raises(SystemExit, match="--labels nobody --seeds 0,1,2: none is there; there is bohb"):
         inside("figure1_bf16", "--labels", "nobody")
+    shutil.rmtree(folder)
+    (tmp_path / "figure1-entrants").rename(tmp_path / "work" / "figure1-entrants")  # kept, but not beside --out
+    assert inside("figure1_signs", "--label", "fds-forward-clip10", "--at", "0,2")["points"] == signs["points"]
     (tmp_path / "results" / "figure1.json").write_text(json.dumps(both))
     text = tables.table(tmp_path / "results")
     assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1
