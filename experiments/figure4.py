@@ -3,7 +3,8 @@
 Shows: schedules, hypergradients and γ by outer step, from zero; test accuracy of what was learnt, trained from scratch
     on training and validation data.
 Command: python experiments/figure4.py --data-root DATA [--seed 1]     writes experiments/results/figure4[-seed1].json
-    It goes on where it stopped, also inside a training run.
+    It goes on where it stopped, also inside a training run; on another machine, without --work, from the outer steps
+    that are in the result.
 Time:    in the result file. The paper: about 10 hours on an RTX 2080 Ti.
 Ours:
     FDS, test accuracy: not run yet
@@ -19,6 +20,8 @@ BatchNorm in training mode; `--momentum-step`, `--clip`, `--grad-clip`, `--init`
 Hypergradient descent, the greedy rival, is run by figure1.py (`--methods hd`); plot.py and the table show it too.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import record
@@ -78,20 +81,31 @@ def main() -> None:
     ) + (f"-seed{args.seed}" if args.seed else "")
     name = f"figure4{variant}"
     work = record.Work(args, name, settings)
-    tuned = lh.tune(
-        task,
-        rule,
-        hypers,
-        steps=steps,
-        outer_steps=settings["outer_steps"],
-        outer=lh.SignDescent(),
-        engine=lh.Forward(clip=settings["clip"]),
-        seed=args.seed,
-        precision=args.precision,
-        dir=work.folder / "tune",
-        on_step=lambda step: say(told(step, settings["outer_steps"])),
-        progress=ticks(steps),
-    )
+    kept = record.known(name, args, settings)
+    going_on = kept if kept and "test" not in kept else None
+    folder = work.folder / "tune"
+    if going_on and not folder.exists():
+        lay_out(going_on, folder)
+    try:
+        tuned = lh.tune(
+            task,
+            rule,
+            hypers,
+            steps=steps,
+            outer_steps=settings["outer_steps"],
+            outer=lh.SignDescent(),
+            engine=lh.Forward(clip=settings["clip"]),
+            seed=args.seed,
+            precision=args.precision,
+            dir=folder,
+            on_step=lambda step: say(told(step, settings["outer_steps"])),
+            progress=ticks(steps),
+        )
+    except BaseException:
+        there = begun(folder)
+        if there["outer_steps"] and (kept is None or going_on):  # never in the place of a whole result
+            record.finish(args, name, {"settings": settings} | there, going_on)
+        raise
     history = tuned.history
     seeds, traces = 2 if args.smoke else args.test_seeds, lh.Traces()
     tests = {
@@ -110,10 +124,28 @@ def main() -> None:
         "best": {key: list(values) for key, values in tuned.best.values.items()},
         "test": tests,
     }
-    record.finish(args, name, content)
+    record.finish(args, name, content, going_on)
     for which, test in tests.items():
         say(f"{which}: test accuracy {100 * test['mean']:.2f} ± {100 * test['deviation']:.2f} % ({seeds} trainings)")
     say(f"tuning took {tuning / 60:.1f} minutes")
+
+
+def begun(folder: Path) -> dict[str, Any]:
+    """What there is of a run that was stopped: all that it goes on from, but for the training run in hand."""
+    directory = lh.RunDirectory(folder)
+    steps = directory.journal()
+    return {
+        "seconds": sum(step.seconds for step in steps),
+        "run": directory.describe() if steps else None,
+        "outer_steps": [step.to_dict() for step in steps],
+    }
+
+
+def lay_out(kept: dict[str, Any], folder: Path) -> None:
+    """The directory of a run that was stopped on another machine."""
+    say(f"goes on from {len(kept['outer_steps'])} outer steps of {kept['environment']['date']}")
+    record.write(folder / "run.json", kept["run"])
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept["outer_steps"]))
 
 
 def told(step: lh.OuterStep, count: int) -> str:

@@ -122,7 +122,8 @@ def figure4(found: dict[str, Any], results: Path) -> list[Figure]:
     name = found["experiment"]
     made = [figures.schedules({}, records), figures.hypergradients({}, records), figures.gammas({}, records)]
     shown = [Figure(f"{name}-{f.name}", f.title, f.text, f.panels, f.ramp) for f in made]
-    shown[0] = Figure(name, shown[0].title, shown[0].text, [*shown[0].panels, _test(found, results)], shown[0].ramp)
+    if "test" in found:
+        shown[0] = Figure(name, shown[0].title, shown[0].text, [*shown[0].panels, _test(found, results)], shown[0].ramp)
     return shown
 
 

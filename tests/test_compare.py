@@ -197,6 +197,25 @@ def test_fds_learns_on_short_runs_and_ends_with_a_whole_one(tmp_path):
     assert [e.steps for e in broke] == [6, 9, 9]  # no budget for the whole one
 
 
+def test_fds_without_its_checkpoint_goes_on_from_its_journal(tmp_path):
+    """What its outer steps have trained is not trained again, and nothing comes out differently."""
+    streams = []
+    settings = {"methods": ["fds"], "budget": "9 runs", "test": "none"}
+    calm = compare(**settings).evaluations
+    done = len(calm) // 2
+
+    def stop(e):
+        if e.trial == done:
+            (tmp_path / "r" / "fds-0" / "tuning.pt").unlink()
+            raise KeyboardInterrupt  # as a kill, between the outer step's evaluation and its line in the journal
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path / "r", watcher=Watcher(on_evaluation=stop), **settings)
+    again = compare(tmp_path / "r", task=counted_task(streams), **settings)
+    assert without_clock(again.evaluations) == without_clock(calm)
+    assert sum(len(stream.read) for stream in streams) == STEPS * (len(calm) - done)
+
+
 @pytest.mark.parametrize("wrong", [17, True, 20.5])
 def test_a_whole_run_is_no_shorter_than_the_others(wrong):
     with pytest.raises(ValueError, match=f"train_steps={wrong}"):

@@ -57,8 +57,8 @@ def lasting(content):
     return [lasting(value) for value in content] if isinstance(content, list) else content
 
 
-def stopped(script, folder, ready, how, *more):
-    """Start a script, and stop it when `ready` says so."""
+def stopped(script, folder, ready, how, *more, leaves=False):
+    """Start a script, and stop it when `ready` says so; whether it leaves a part of the result."""
     with subprocess.Popen(
         command(script, folder, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=surroundings()
     ) as process:
@@ -69,23 +69,24 @@ def stopped(script, folder, ready, how, *more):
         process.send_signal(how)
         output, _ = process.communicate(timeout=60)
     assert process.returncode != 0, f"it was done before it was stopped:\n{output}"
-    assert not (folder / "result.json").exists()
+    assert (folder / "result.json").exists() == leaves
     return output
 
 
-def drawn(folder, name, result):
+def drawn(folder, name, result, said=""):
     """Pictures and a row of the table from a result."""
     import plot
     import tables
 
     results = folder / "results"
-    results.mkdir()
+    results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(result))
     draw = next(draw for prefix, draw in plot.DRAW.items() if name.startswith(prefix))
     for figure in draw(result, results):
         plot.save_picture(figure, folder / f"{figure.name}.png")
         assert (folder / f"{figure.name}.png").stat().st_size > 5000
     assert tables.table(results).count("not run yet") < tables.table(folder / "nothing").count("not run yet")
+    assert said in tables.table(results)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +197,19 @@ def test_terminated_figure4_goes_on(tmp_path):
     assert {"learnt", "best"} == expected["test"].keys()
     drawn(tmp_path, "figure4", expected)
     journal = again / "work" / "figure4-smoke" / "tune" / "journal.jsonl"
-    output = stopped("figure4", again, lambda: journal.exists() and journal.stat().st_size > 0, signal.SIGTERM)
+    begun = lambda: journal.exists() and journal.stat().st_size > 0  # noqa: E731
+    output = stopped("figure4", again, begun, signal.SIGTERM, leaves=True)
     assert "the same command goes on" in output
-    assert lasting(run("figure4", again)) == lasting(expected)
+    part = json.loads((again / "result.json").read_text())
+    assert len(part["outer_steps"]) == 1
+    drawn(tmp_path, "figure4", part, "not done yet: 1 of 2 outer steps")
+    elsewhere = tmp_path / "elsewhere"  # where only the result came to
+    elsewhere.mkdir()
+    shutil.copy(again / "result.json", elsewhere)
+    for folder in (again, elsewhere):
+        found = run("figure4", folder)
+        assert [e["date"] for e in found.pop("earlier")] == [part["environment"]["date"]]
+        assert lasting(found) == lasting(expected)
 
 
 def test_table_is_that_of_the_results():

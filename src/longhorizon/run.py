@@ -252,6 +252,16 @@ def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> 
             f"{directory.path} has lost its checkpoint, and with it the state of its torch.optim outer optimizer; "
             "start again in another directory."
         )
+    return from_journal(first, history)
+
+
+def from_journal(first: Tuning, history: list[OuterStep]) -> dict[str, Any]:
+    """Where a run goes on whose checkpoint is lost: behind the last line of its journal, as `Tuning.save` has it.
+
+    Args:
+        first: the run at its beginning. The state of a torch optimizer is in no journal.
+        history: the journal, not empty.
+    """
     good = [record for record in history if went_well(record)]
     best, last = best_of(history), history[-1]
     return first.save() | {

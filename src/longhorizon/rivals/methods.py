@@ -12,12 +12,14 @@ from typing import Any, Protocol
 from longhorizon import seeds
 from longhorizon.engines import Forward, Greedy
 from longhorizon.engines.base import trainings
+from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, plain
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, settle, words_of
 from longhorizon.rivals.counting import Counted
 from longhorizon.rivals.descent import Descent
 from longhorizon.rivals.space import Setting, draw
 from longhorizon.rivals.training import Judged, Training, Trains
+from longhorizon.run import from_journal
 from longhorizon.rundir import RunDirectory
 from longhorizon.tuning import Tuning
 
@@ -93,8 +95,8 @@ def _trainings(engine: Any, setup: Setup) -> int:
 def drive(arena: Arena, engine: Any) -> None:
     """Take outer steps until they end or the purse does; each is an evaluation of the values it began at."""
     setup = arena.setup
-    saved = arena.load("tuning.pt")
-    tuning = Tuning(
+    make = partial(
+        Tuning,
         setup.task,
         setup.rule,
         setup.hypers,
@@ -106,11 +108,15 @@ def drive(arena: Arena, engine: Any) -> None:
         seeds=setup.seeds,
         gate=setup.gate,
         traces=arena.traces,
-        saved=saved and saved["tuning"],
     )
+    journal = RunDirectory(arena.dir)  # what each outer step saw and doubted, as in a run of `tune`
+    saved, history, tuning = arena.load("tuning.pt"), journal.journal(), make()
+    if saved is None and history and not isinstance(tuning.outer, TorchOuter):
+        saved = {"tuning": from_journal(tuning, history), "counted": 0}
+    if saved is not None:
+        tuning = make(saved=saved["tuning"])
     tuning.engine = Counted(engine, arena.counter)
     runs = _trainings(engine, setup)
-    journal = RunDirectory(arena.dir)  # what each outer step saw and doubted, as in a run of `tune`
     first = arena.counter.steps - (saved["counted"] if saved else 0)  # where the outer step in progress began
     saved_at = time.monotonic()
     while not tuning.done:
