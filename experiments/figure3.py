@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--data", choices=["mnist", "svhn"], help="only this one")
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--clip", type=float, default=3.0, help="bound of a hypergradient in the outer step")
+    parser.add_argument("--rate", type=float, default=0.1, help="of the outer step")
     parser.add_argument("--seed", type=int, default=0, help="of the tuning runs")
     parser.add_argument("--compile", choices=["auto", "yes", "no"], default="auto", help="the adjoint's step")
     parser.add_argument("--methods", default=",".join(USUAL), help="names, with commas between them")
@@ -83,7 +84,7 @@ def main() -> None:
         "batch_size": 128,
         "val_fraction": 0.05,
         "outer_steps": 50,
-        "rate": 0.1,
+        "rate": args.rate,
         "clip": args.clip,
         "momentum": args.momentum,
         "window": 50,
@@ -95,7 +96,7 @@ def main() -> None:
         settings |= {"batch_size": 64, "outer_steps": 3, "window": 5, "test_seeds": 2, "peaks": [0.03]}
     variant = "".join(
         f"-{key}{value:g}"
-        for key, value, usual in (("momentum", args.momentum, 0), ("clip", args.clip, 3))
+        for key, value, usual in (("momentum", args.momentum, 0), ("clip", args.clip, 3), ("rate", args.rate, 0.1))
         if value != usual
     ) + (f"-seed{args.seed}" if args.seed else "")
     sets = [args.data] if args.data else ["mnist", "svhn"]

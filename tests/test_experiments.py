@@ -421,6 +421,13 @@ def test_smoke_of_truth(tmp_path):
     assert result["scores"]["exact"]["sign"] > 0.9  # thirty calm steps
     assert len(result["estimates"]["clip 10"]) == 4
     assert len(result["estimates"]["clip 10"][0]["clipped"]) == 5
+    shutil.rmtree(tmp_path / "work")  # on another machine there is only the result
+    more = run("truth", tmp_path, "--task", "digits-calm", "--seeds", "6")
+    assert [e["date"] for e in more["earlier"]] == [result["environment"]["date"]]
+    kept, added = result["by_seed"]["seeds"], more["by_seed"]["seeds"]
+    assert len(added) == 6
+    assert kept.items() <= added.items()
+    assert more["truth"] != result["truth"]
 
 
 def test_smoke_of_estimators(tmp_path):
