@@ -24,11 +24,11 @@ from record import say
 import longhorizon as lh
 from longhorizon import data
 from longhorizon.outer_step import plain
-from longhorizon.rivals.arena import Arena
+from longhorizon.rivals.arena import Arena, Setup
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.registry import chosen
-from longhorizon.rivals.testing import Tested, read_tests
+from longhorizon.rivals.testing import Tested, read_tests, to_test, try_all
 from longhorizon.rundir import RunDirectory
 
 EVERY = 60.0  # seconds between lines of progress
@@ -133,6 +133,7 @@ class Contest:
         usual = args.work if args.smoke else record.RESULTS
         self.kept = self._place_to_keep((args.out.parent if args.out else usual) / f"{name}-entrants")
         before = self._place_to_keep(usual / f"{name}-entrants")  # read in any case
+        self._traces = lh.Traces()  # of tests
         self._places = [place for place in dict.fromkeys((before, self.kept)) if place is not None]
 
     def run(self, entrant: Entrant, seed: int, budget: str = PLAIN) -> None:
@@ -187,6 +188,41 @@ class Contest:
             watcher=Watcher(on_evaluation=told, progress=ticks, note=say),
         )
         say(f"{label}: done")
+
+    def test_kept(self, entrant: Entrant, seed: int) -> None:
+        """Test what an entrant that was kept has chosen (`--test`), and train nothing else."""
+        args, name = self.args, f"{entrant.label}-{seed}"
+        if name not in self._kept() or self.kept is None:
+            raise SystemExit(f"--test-kept: {name} is not among {', '.join(sorted(self._kept())) or 'nothing'}.")
+        one, folder = Entered.read(self._kept()[name]), self.folder / f"{name}-tests"
+        path, count = folder / "tests.jsonl", one.card["test_seeds"]
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(plain(vars(t))) + "\n" for t in one.tests))
+        setup = Setup(
+            self.task,
+            self.rule,
+            self.hypers,
+            horizons=[self.steps],
+            outer_steps=self.settings["outer_steps"],
+            outer=None,
+            engine="auto",
+            seeds=1,
+            epoch=self.epoch,
+            horizon=1,
+        )
+        left = {e.key for e in to_test(one.evaluations, args.test, self.steps)} - {t.key for t in read_tests(path)}
+        say(f"{entrant.label}, seed {seed}: {len(left)} choices to test, {count} trainings each")
+        try:
+            try_all(setup, one.evaluations, path, args.test, count, None, self._traces, entrant.precision)  # type: ignore[arg-type]
+        finally:
+            tests = read_tests(path)
+            if len(tests) > len(one.tests):
+                record.write(self.kept / "settings.json", plain(self.settings))
+                record.write(
+                    self.kept / f"{name}.json",
+                    replace(one, card=one.card | {"test": args.test}, tests=tests).to_dict(),
+                )
 
     def gathered(self) -> "Gathered":
         """What all entrants have done so far, here or as it was kept; what is here is kept, too."""

@@ -35,7 +35,8 @@ H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact
 that its meter doubts (docs/trust.md); `--engine smoothed` takes them for all values, its default in bf16. `--gate wait`
 keeps those that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same.
 `--precision bf16` makes the plain training runs of smoothed differences, of searches and of tests in mixed precision
-(figure1_bf16.py). `--from-kept` lets searches and grids go on from what was kept of them.
+(figure1_bf16.py). `--from-kept` lets searches and grids go on from what was kept of them. `--test-kept --test all`
+tests what entrants that were kept had chosen on their way, which makes FDS a curve over time.
 All can stand side by side in the figure. `--shared` notes that other work was on the device, and that seconds are too
 long. Hypergradient descent is run again and again, from zero and then from random points of the range; its first run,
 from zero, is Figure 4's rival (`--methods hd --budget "1 runs" --seeds 0,1,2` is enough for that): it has no windows,
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--gate", choices=["off", "wait", "shrink"], default="off", help="of fds (docs/trust.md)")
     parser.add_argument("--growth", type=float, default=1.0, help="of fds: of γ, while signs stay the same")
     parser.add_argument("--gather", action="store_true", help="only write the result from what is there")
+    parser.add_argument("--test-kept", action="store_true", help="only test what kept entrants have chosen")
     args = record.parse(parser)
     seeds = numbers("--seeds", args.seeds, int)
     horizons = tuple(numbers("--horizons", args.horizons, float))
@@ -89,6 +91,9 @@ def main() -> None:
         if not args.gather:
             for seed in seeds:
                 for entrant in wanted:
+                    if args.test_kept:
+                        one.test_kept(entrant, seed)
+                        continue
                     one.run(entrant, seed, contest.PLAIN if entrant.method in ENDLESS else budget)
     finally:  # also when it is stopped: the result is of what is there
         write(args, one)

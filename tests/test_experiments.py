@@ -299,7 +299,7 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     assert grid["trainings"] == {"1": 135, "2": 45, "7": 15, "22": 5}
     assert grid["winner"]["lr"] in (0.05, 0.1, 0.2, 0.4, 0.6)
     assert grid["winner"]["decay"] in (0.1, 0.2, 0.4)
-    inside("figure1", "--engine", "hybrid")
+    inside("figure1", "--engine", "hybrid", "--test", "last")
     both = inside("figure1", "--engine", "forward", "--seeds", "0,1")
     labels = {row["method"]: row for row in both["table"]}
     assert labels.keys() == {"fds-adjoint", "fds-forward-clip10", "fds-hybrid", "bohb", "grid-halving"}
@@ -324,6 +324,16 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     anew = inside("figure1", "--from-kept")  # FDS begins anew
     again = next(row for row in anew["table"] if row["method"] == "fds-adjoint")
     assert again["score"] == labels["fds-adjoint"]["score"]
+    hybrid = tmp_path / "figure1-entrants" / "fds-hybrid-0.json"
+    (last,) = json.loads(hybrid.read_text())["tests"]
+    row = next(r for r in inside("figure1", "--engine", "hybrid", "--test-kept")["table"] if r["method"] == "fds-hybrid")
+    now = json.loads(hybrid.read_text())
+    assert last in now["tests"]
+    assert len(now["tests"]) == sum(e["best"] for e in now["evaluations"]) > 1
+    assert now["card"]["test"] == "all"
+    assert row["score"] == labels["fds-hybrid"]["score"]  # of its last choice
+    with pytest.raises(SystemExit, match="--test-kept: fds-hybrid-5 is not among bohb-0, fds-adjoint-0"):
+        inside("figure1", "--engine", "hybrid", "--test-kept", "--seeds", "5")
     signs = inside("figure1_signs", "--label", "fds-forward-clip10", "--at", "0,2")
     assert [(p["index"], p["steps"], p["values"]) for p in signs["points"]] == [(0, 7, 9), (2, 7, 9)]
     seen = next(s for s in both["outer_steps"] if (s["method"], s["index"]) == ("fds-forward-clip10", 2))
