@@ -1,15 +1,18 @@
 """BatchNorm of training runs side by side: one operation, its derivative, and what is put in their place."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longhorizon import cuda, lane_norm, models, norm_kernels
+import longhorizon as lh
+from longhorizon import cuda, lane_norm, lanes, models, norm_kernels
 from longhorizon.functional import Functional
-from test_lane_kernels import IMAGES, LANES, Residual, task, traced
+from longhorizon.problem import environment, make_problem
+from test_lane_kernels import HYPERS, IMAGES, LANES, Residual, task, traced
 
 EPS = 1e-5
 
@@ -79,6 +82,61 @@ def test_running_statistics_are_the_same():
     assert not torch.equal(found["1.running_mean"], buffers["1.running_mean"])
     for name in buffers:
         torch.testing.assert_close(found[name], expected[name])
+
+
+def test_what_it_cannot_differentiate_is_an_error_and_no_zero():
+    x, weight, bias = drawn(6, 8, 4, 4), drawn(8, seed=1), drawn(8, seed=2)
+    norm = partial(lane_norm.lane_norm, weight=weight, bias=bias, eps=EPS)
+
+    def penalty(x):
+        slope = torch.func.grad(lambda x: norm(x)[0].tanh().sum())(x)
+        return slope.square().sum()
+
+    with pytest.raises(NotImplementedError, match="differentiated twice"):
+        torch.func.grad(penalty)(x)
+    for which in (1, 2):
+        with pytest.raises(NotImplementedError, match="depends on the statistics of a batch"):
+            torch.func.grad(lambda x, i=which: norm(x)[i].square().sum())(x)
+
+
+class Small(nn.Module):
+    """A convolution and BatchNorm, and a loss that may do more with it than a plain step does."""
+
+    def __init__(self, kind, track):
+        super().__init__()
+        self.kind = kind
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8, track_running_stats=track)
+        self.last = nn.Linear(8, 3)
+
+    def features(self, x):
+        if self.kind == "own vmap":
+            return torch.vmap(lambda k: F.relu(self.norm(k * self.conv(x))))(torch.arange(1.0, 4.0)).sum(0)
+        return torch.tanh(self.norm(self.conv(x)))
+
+    def loss(self, batch):
+        x, y = batch
+
+        def plain(x):
+            return F.cross_entropy(self.last(self.features(x).mean((2, 3))), y)
+
+        if self.kind == "penalty":
+            return plain(x) + 100 * torch.func.grad(plain)(x).square().sum()
+        return plain(x) + (10 * self.norm.running_var.sum() if self.kind == "statistics" else 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "track", "fine"),
+    [("plain", True, True), ("penalty", False, False), ("statistics", True, False), ("own vmap", False, False)],
+)
+def test_runs_that_do_more_with_batch_norm_are_not_made_side_by_side_in_bfloat16(monkeypatch, kind, track, fine):
+    given = task(lambda: Small(kind, track), side=8)
+    given = dataclasses.replace(given, loss=lambda m, b: m.loss(b))
+    with environment():
+        problem = make_problem(given, lh.sgd(), HYPERS, 2, 0)
+        for rough, expected in ((False, True), (True, fine)):
+            monkeypatch.setattr(lanes, "in_half", lambda device, rough=rough: rough)
+            assert lanes._works(problem, problem.batch(0)) is expected
 
 
 def nodes(graph, *names):

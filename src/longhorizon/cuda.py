@@ -211,7 +211,7 @@ class Recorded:
 
 def _copied(tensors: list[Tensor]) -> Iterable[Tensor]:
     """Copies of tensors of one type, in one call."""
-    if tensors[0].dtype != torch.bool:
+    if tensors[0].dtype != torch.bool and not tensors[0].is_complex():
         return torch._foreach_mul(tensors, 1)
     return [x.clone() for x in tensors]
 

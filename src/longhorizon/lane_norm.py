@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longhorizon import convolution
+
 MOST = 256  # channels
 
 
 def suits(x: Tensor) -> bool:
-    """Whether there are kernels for a batch (images, channels, height, width)."""
-    return x.ndim == 4 and x.dtype == torch.float32 and takes(x.shape[1])
+    """Whether there are kernels for a batch (images, channels, height, width), where it is."""
+    there = not x.is_cuda or convolution.available()
+    return x.ndim == 4 and x.dtype == torch.float32 and takes(x.shape[1]) and there
 
 
 def takes(channels: int) -> bool:
@@ -63,11 +66,15 @@ class _Norm(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, weight, _, ctx.eps = inputs
         _, mean, var = output
-        ctx.mark_non_differentiable(mean, var)  # the running statistics are not differentiated in a plain step
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, mean, var)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, *of_statistics: Tensor | None) -> Any:
+        if any(g is not None for g in of_statistics):
+            raise NotImplementedError("a loss that depends on the statistics of a batch has no such BatchNorm.")
+        if grad is None:
+            return None, None, None, None
         x, weight, mean, var = ctx.saved_tensors
         return *_Gradient.apply(grad, x, weight, mean, var, ctx.eps), None  # type: ignore[no-untyped-call]
 
@@ -77,15 +84,18 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """Its derivative, which has none of its own here."""
+    """Its derivative, which has none of its own: who asks for one gets no silent zero."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
         return _of_one(_differentiated, *args)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_non_differentiable(*output)
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("a step that is differentiated twice has no such BatchNorm.")
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
@@ -108,7 +118,7 @@ def _of_one(operation: Callable[..., tuple[Tensor, ...]], *args: Any) -> tuple[T
 def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     var, mean = torch.var_mean(x, (1, 3, 4), correction=0)
     scale = (var + eps).rsqrt() * weight
-    return (x - _spread(mean)) * _spread(scale) + _spread(bias), mean, var
+    return ((x - _spread(mean)) * _spread(scale) + _spread(bias)).contiguous(), mean, var
 
 
 def _differentiated(
@@ -119,7 +129,7 @@ def _differentiated(
     of_bias, of_weight = grad.sum((1, 3, 4)), (grad * normed).sum((1, 3, 4))
     n = x.numel() // mean.numel()
     of_x = (grad - _spread(of_bias / n) - normed * _spread(of_weight / n)) * _spread(by * weight)
-    return of_x, of_weight, of_bias
+    return of_x.contiguous(), of_weight, of_bias
 
 
 def _spread(value: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Lanes:
         steps = steps or first.steps
         on_cpu = first.device.type == "cpu"
         self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
-        self._half = not on_cpu and cuda.current_precision() == "bf16"
+        self._half = in_half(first.device)
         self._order: tuple[tuple[int, ...], Tensor] = (), torch.empty(0)
         self._chosen: dict[str, tuple[tuple[int, ...], Tensor]] = {}
         self._form = _form(first.batch(0))  # the shape that is traced; batches of others are rare, or all differ
@@ -179,7 +179,8 @@ def _works(problem: Problem, batch: Any) -> bool:
     expected = problem.train_step(problem.start, 0)
     pairs = (_stacked([part] * 2) for part in (problem.start, batch, problem.hypers_at(0)))
     try:
-        found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
+        with cuda.half() if in_half(problem.device) else nullcontext():  # not traced, it is made in float32 all the same
+            found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
     except Exception:  # vmap may refuse anything that a user's model can invent
         return False
     return compile.difference(tree.detach(expected), found) is None
@@ -218,6 +219,11 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _form(batch: Any) -> Any:
     return compile.leaves_and_form(batch)[1]
+
+
+def in_half(device: torch.device) -> bool:
+    """Whether lanes are to be in bfloat16."""
+    return device.type != "cpu" and cuda.current_precision() == "bf16"
 
 
 def batched(problem: Problem) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """BatchNorm of training runs side by side, in bfloat16: its passes over all pixels, as operations of a graph.
 
 Images lie with their channels last, (lanes, images, side, side, channels), as for the convolutions of lane_kernels.py.
-A step reads them eight times and writes them twice for one BatchNorm, and does nothing else that takes time:
+A step reads them six times (seven with `other`) and writes them twice for one BatchNorm, which is all that takes time:
 
     lane_moments     mean and variance of every lane and channel
     lane_scaled      images · scale + offset, cut off at zero if there is a ReLU behind it
