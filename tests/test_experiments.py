@@ -326,7 +326,8 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     assert again["score"] == labels["fds-adjoint"]["score"]
     hybrid = tmp_path / "figure1-entrants" / "fds-hybrid-0.json"
     (last,) = json.loads(hybrid.read_text())["tests"]
-    row = next(r for r in inside("figure1", "--engine", "hybrid", "--test-kept")["table"] if r["method"] == "fds-hybrid")
+    tested = inside("figure1", "--engine", "hybrid", "--test-kept")
+    row = next(row for row in tested["table"] if row["method"] == "fds-hybrid")
     now = json.loads(hybrid.read_text())
     assert last in now["tests"]
     assert len(now["tests"]) == sum(e["best"] for e in now["evaluations"]) > 1

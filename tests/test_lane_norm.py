@@ -189,10 +189,10 @@ def test_the_step_is_that_of_plain_operations(model):
 
 
 def test_plans_take_every_pixel_once():
-    for lanes, pixels, channels in ((1, 1, 8), (25, 256 * 1024, 16), (3, 5 * 77, 256), (500, IMAGES * 64, 64)):
-        size = norm_kernels.Size(lanes, pixels, channels)
+    for count, pixels, channels in ((1, 1, 8), (25, 256 * 1024, 16), (3, 5 * 77, 256), (500, IMAGES * 64, 64)):
+        size = norm_kernels.Size(count, pixels, channels)
         for sums in (True, False):
             plan = norm_kernels.over_pixels("moments", size, sums)
-            assert plan.grid == (plan.parts, lanes, 1)
+            assert plan.grid == (plan.parts, count, 1)
             assert (plan.parts - 1) * plan.per_part < pixels <= plan.parts * plan.per_part
     assert norm_kernels.over_pixels("moments", norm_kernels.Size(25, 256 * 1024, 16), True).parts == 21

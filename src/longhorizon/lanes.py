@@ -179,7 +179,7 @@ def _works(problem: Problem, batch: Any) -> bool:
     expected = problem.train_step(problem.start, 0)
     pairs = (_stacked([part] * 2) for part in (problem.start, batch, problem.hypers_at(0)))
     try:
-        with cuda.half() if in_half(problem.device) else nullcontext():  # not traced, it is made in float32 all the same
+        with cuda.half() if in_half(problem.device) else nullcontext():  # not traced, it is in float32 all the same
             found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
     except Exception:  # vmap may refuse anything that a user's model can invent
         return False
