@@ -9,6 +9,7 @@ from torch import nn
 
 import longhorizon as lh
 import oracles
+from longhorizon.engines import clipping
 from problems import PROBLEMS, RULES, Case, Point, Setting, compute, hypers_for, problem, relative, task_of
 
 ENGINES = {
@@ -273,21 +274,55 @@ def test_forward_s_clip_is_the_same_however_the_columns_are_chunked():
     assert relative(whole, compute(case, setting, lh.Forward()).grad) > 1e-3
 
 
-@pytest.mark.parametrize("engine", [lh.Forward(clip="auto"), lh.Adjoint(clip="auto")], ids=str)
-def test_the_automatic_clip_has_no_unit(engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "bound"), [(lh.Forward(clip="auto"), "AUTO"), (lh.Adjoint(clip="auto"), "MOVE")], ids=["forward", "back"]
+)
+def test_the_automatic_clip_has_no_unit(engine, bound, monkeypatch):
     """A learning rate in other units (the gradient is scaled) has a hypergradient in other units, clipped alike."""
-    clipping = sys.modules["longhorizon.engines.clipping"]
-    monkeypatch.setattr(clipping, "AUTO", 0.05)
+    monkeypatch.setattr(clipping, "FEW", 1.0)
+    monkeypatch.setattr(clipping, bound, 0.02)
     case, setting = problem("mlp"), RULES["sgd"]
     whole = compute(case, setting, engine).grad
     assert relative(whole, compute(case, setting, lh.Forward()).grad) > 1e-3
     tight = torch.tensor([3.0, -0.2]), torch.tensor([1.0, 0.5])
-    monkeypatch.setattr(clipping, "AUTO", 2.0)
-    assert clipping.clipped([tight[0]], [tight[1]], "auto")[0].tolist() == pytest.approx([2.0, -0.2])
-    assert clipping.clipped([9 * tight[0]], [9 * tight[1]], "auto")[0].tolist() == pytest.approx([18.0, -1.8])
-    monkeypatch.setattr(clipping, "AUTO", 1e9)
+    clipped = clipping.clipped if bound == "AUTO" else clipping.clipped_back
+    monkeypatch.setattr(clipping, bound, 2.0)
+    assert clipped([tight[0]], [tight[1]], "auto")[0].tolist() == pytest.approx([2.0, -0.2])
+    assert clipped([9 * tight[0]], [9 * tight[1]], "auto")[0].tolist() == pytest.approx([18.0, -1.8])
+    monkeypatch.setattr(clipping, bound, 1e9)
     loose = compute(case, setting, engine).grad
     assert relative(loose, compute(case, setting, lh.Adjoint()).grad) <= 1e-9
+
+
+def test_on_the_way_back_only_the_few_are_cut():
+    """What most entries do is how training goes, and no outlier."""
+    adjoint, steep = torch.full((100,), 0.5), torch.full((100,), 0.01)
+    steep[:3] = torch.tensor([4.0, -0.06, 0.04])
+    (few,) = clipping.clipped_back([steep], [adjoint], "auto")
+    assert few[:3].tolist() == pytest.approx([0.05, -0.05, 0.04])
+    assert torch.equal(few[3:], steep[3:])
+    steep[:21] = 4.0
+    assert torch.equal(clipping.clipped_back([steep], [adjoint], "auto")[0], steep)
+    assert clipping.clipped_back([steep], [adjoint], 1.0)[0].max() == 1  # set by hand it cuts whatever is there
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_meter_of_a_clipped_adjoint_shows_what_it_would_have_been(compiled, monkeypatch):
+    monkeypatch.setattr(clipping, "FEW", 1.0)
+    case, setting = problem("mlp"), RULES["sgd"]
+    exact = compute(case, setting, lh.Adjoint()).meter
+    for clip in (1e9, "auto"):  # one that never cuts, and one that does
+        meter = compute(case, setting, lh.Adjoint(clip=clip, compile=compiled)).meter
+        assert meter.size[-1] == exact.size[-1]
+        if clip == 1e9:
+            torch.testing.assert_close(meter.size, exact.size, rtol=1e-9, atol=0)
+    monkeypatch.setattr(clipping, "MOVE", 1e-3)
+    engine = lh.Adjoint(clip="auto", compile=compiled)
+    cut = compute(case, setting, engine).meter
+    assert relative({"size": cut.size[:1]}, {"size": exact.size[:1]}) > 1e-6
+    before, bounded = [torch.tensor([1.0, -2.0])], [torch.tensor([0.5, -0.5])]
+    assert clipping.uncut(before, [torch.tensor([0.5, -3.0])], bounded) == 2.0
+    assert clipping.uncut(before, [torch.tensor([0.5, 1.5])], bounded) == 1.0  # never less
 
 
 @pytest.mark.parametrize("clip", ["auto", 10.0])

@@ -452,9 +452,10 @@ def test_smoke_of_estimators(tmp_path):
     assert result["scores"]["exact"] == pytest.approx(
         truth["scores"]["exact"], rel=0.01, nan_ok=True
     )  # scored from its mean and error as from its seeds
-    for label in ("smoothed", "hybrid"):
+    for label in ("smoothed", "hybrid", "hybrid, not clipped", "adjoint, clip auto"):
         assert result["scores"][label]["sign"] > 0.9
-        assert result["cost"][label]["runs"] > 0
+    assert {"smoothed", "hybrid", "hybrid, not clipped"} <= result["cost"].keys()
+    assert all(cost["runs"] > 0 for cost in result["cost"].values())
     assert 0 <= result["sure"]["smoothed"]["1.0"]["share"] <= 1
     import plot
 
@@ -473,9 +474,9 @@ def test_estimates_for_a_gpu_are_made_in_pieces(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, words)])
         importlib.import_module(script).main()
 
-    call("estimators", "--make", "hybrid", "--make", "clip 10")
+    call("estimators", "--make", "hybrid, not clipped", "--make", "clip 10")
     made = sorted(path.name for path in (tmp_path / "estimators-cifar-5-smoke").glob("*-?.json"))
-    assert made == ["clip 10-0.json", "clip 10-1.json", "hybrid-0.json", "hybrid-1.json"]
+    assert made == ["clip 10-0.json", "clip 10-1.json", "hybrid, not clipped-0.json", "hybrid, not clipped-1.json"]
     call("estimators")
     assert "no truth yet" in capsys.readouterr().out
     call("truth")
@@ -483,11 +484,12 @@ def test_estimates_for_a_gpu_are_made_in_pieces(tmp_path, monkeypatch, capsys):
     assert truth["estimates"] == {}
     call("estimators")
     result = json.loads((tmp_path / "estimators-cifar-5-smoke.json").read_text())
-    assert {"exact", "clip 10", "smoothed", "hybrid"} <= result["scores"].keys()
-    hybrid, exact = result["estimates"]["hybrid"][0], result["estimates"]["exact"][0]
+    assert {"exact", "clip 10", "smoothed", "hybrid", "adjoint, clip auto"} <= result["scores"].keys()
+    assert "adjoint, clip auto" not in result["estimates"]  # what the hybrid begins with
+    hybrid, exact = result["estimates"]["hybrid, not clipped"][0], result["estimates"]["exact"][0]
     assert exact["grad"] == hybrid.get("exact", hybrid["grad"])
-    assert result["cost"].keys() == {"clip 10", "smoothed", "hybrid"}
-    with pytest.raises(SystemExit, match="--make nobody: --task cifar-5 has smoothed, hybrid, clip 10"):
+    assert result["cost"].keys() == {"clip 10", "smoothed", "hybrid", "hybrid, not clipped"}
+    with pytest.raises(SystemExit, match="nobody: --task cifar-5 has smoothed, hybrid, hybrid, not clipped, clip 10"):
         call("estimators", "--make", "nobody")
 
 

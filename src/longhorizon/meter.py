@@ -23,12 +23,14 @@ class Meter:
         size: readings × columns, the largest entry; for tangents the columns are the values, key by key and window by
             window, and zero before a window begins.
         clipped: readings × columns, the share of the Hessian product's entries that `clip` cut; None without a clip.
+        bounded: whether the derivative was kept from growing by `clip="auto"` of Adjoint; `size` is as without.
     """
 
     of: Literal["tangents", "adjoint"]
     steps: Tensor
     size: Tensor
     clipped: Tensor | None = None
+    bounded: bool = False
 
     def growth(self, begin: int, end: int, column: int = 0) -> float:
         """The factor by which the size grows between two steps: with time for tangents, against it for the adjoint."""

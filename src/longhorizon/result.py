@@ -54,7 +54,7 @@ class Hypergradient:
         per_step: per key, the hypergradient of every single step (with `per_step=True`).
         meter: how the tangents or the adjoint grew along the run (Forward and Adjoint).
         error: per key, the standard error of `grad` (Factorial).
-        exact: per key, the exact hypergradient, where `grad` has smoothed differences for some values (Hybrid).
+        exact: per key, what derivatives alone said, where `grad` has smoothed differences for some values (Hybrid).
     """
 
     grad: dict[str, Tensor]

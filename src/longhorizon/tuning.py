@@ -81,7 +81,9 @@ class Tuning:
             self.outer_state, self.good, self.best = saved["outer"], _good(saved["good"]), saved["best"]
             self.finished, self.seconds = saved["finished"], saved["seconds"]
             if saved["engine"] is not None:
-                self.engine, self.why = ENGINES[saved["engine"]["kind"]](**saved["engine"]["with"]), saved["why"]
+                kind, given = ENGINES[saved["engine"]["kind"]], saved["engine"]["with"]
+                self.engine = kind(**({"clip": None} if kind is Hybrid else {}) | given)  # an older one had none
+                self.why = saved["why"]
         self.converged = self.outer.converged(self.outer_state)
         self._inner_saved = saved["run"] if saved else None
         self._traces = Traces() if traces is None else traces

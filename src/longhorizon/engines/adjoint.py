@@ -43,7 +43,7 @@ class Adjoint:
         store: "all" keeps every state (bytes of parameters and optimizer memory, times steps), "sqrt" every √T-th and
             replays, "auto" keeps all if they fit into half of the free memory.
         clip: elementwise bound on H·q, the adjoint's counterpart of the paper's clip of H·Z (the two are not equal);
-            "auto" for one that is relative to q.
+            "auto" for a tenth of the largest entry of the adjoint. The meter shows how it would have grown without.
         per_step: also return the hypergradient of every single step.
         compile: "auto" compiles both the step and the step back on a GPU, if runs are long and all states are kept
             (a replay needs kernels that give the same bits twice), and traces the step back of a long run on the CPU;
@@ -117,6 +117,7 @@ class AdjointRun:
             for key in problem.learnt
         }
         self.cotangent: State | None = None
+        self._uncut = torch.zeros((), dtype=torch.float64, device=problem.device)  # ln of how much larger it would be
         self.window: dict[int, State] = {}  # states of the stretch in hand, by step
         self._replayed = problem.start  # where a replay has got to,
         self._at = 0  # and at which step
@@ -162,6 +163,7 @@ class AdjointRun:
             "status": [self.status.what, self.status.step],
             "watch": self.watch.save(),
             "meter": self.reader.save(),
+            "uncut": self._uncut.clone(),
         }
 
     def result(self) -> Hypergradient:
@@ -170,14 +172,14 @@ class AdjointRun:
         grads = problem.share(per_step) if self.cotangent is not None else nothing(problem)
         return finish(
             problem,
-            f"adjoint, {'all states kept' if self.keep_all else 'replayed'}",
+            f"adjoint, {'all states kept' if self.keep_all else 'replayed'}{in_words('H·q', self.engine.clip)}",
             grads,
             self.val_loss,
             self.state,
             self.status,
             self.watch.losses,
             per_step if self.engine.per_step else None,
-            self.reader.meter([0]),
+            self.reader.meter([0], bounded=self.engine.clip == "auto"),
         )
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -189,6 +191,7 @@ class AdjointRun:
         device = self.problem.device
         self.per_step = {key: g.to(device, copy=True) for key, g in saved["per_step"].items()}
         self.val_loss = saved["val_loss"].to(device)
+        self._uncut = saved["uncut"].to(device) if "uncut" in saved else self._uncut
         self.status = Status(*saved["status"])
 
     def _train(self) -> None:
@@ -208,7 +211,7 @@ class AdjointRun:
         """One training step, compiled if that was decided."""
         return (self.problem.compiled_step if self.compile else self.problem.train_step)(state, step)
 
-    def _step_back(self, state: State, step: int, cotangent: State) -> tuple[State, dict[str, Tensor], Tensor]:
+    def _step_back(self, state: State, step: int, cotangent: State) -> tuple[State, dict[str, Tensor], Tensor, Any]:
         """The VJP of a step, compiled if that was decided and the step is a pure function."""
         problem, clip = self.problem, self.engine.clip
         if not self.compile_back or problem.draws:
@@ -228,8 +231,8 @@ class AdjointRun:
             problem.compared,
             lambda *args: (busy(problem.start), *args[1:4], _random_like(args[4])),  # where nothing has grown
         )
-        before, grads, loss = fast(state, batch, hypers, {key: hypers[key] for key in problem.learnt}, cotangent)
-        return before, grads, loss
+        before, grads, loss, grown = fast(state, batch, hypers, {key: hypers[key] for key in problem.learnt}, cotangent)
+        return before, grads, loss, grown
 
     def _turn(self) -> None:
         """From the end of training to the way back."""
@@ -278,7 +281,9 @@ class AdjointRun:
             self.phase = "replay"
             return
         assert self.cotangent is not None
-        self.cotangent, hypers, loss = self._step_back(self.window.pop(step), step, self.cotangent)
+        self.cotangent, hypers, loss, grown = self._step_back(self.window.pop(step), step, self.cotangent)
+        for factor in grown:
+            self._uncut = self._uncut + factor.double().log()
         if step == self.first or (self.last - step) % self.watch.every == 0:
             check_repeated(step, self._again.get(step, self.watch.losses[step]), loss)
         for key, g in hypers.items():
@@ -286,7 +291,8 @@ class AdjointRun:
             self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
         self.t = step
         if self.reader.due(step):
-            self.reader.take(step, largest(list(self.cotangent.params.values()))[None])
+            size = largest(list(self.cotangent.params.values())).double()
+            self.reader.take(step, (size * self._uncut.clamp(max=600.0).exp())[None])
         if step == self.first:
             self.phase = "done"
         if step == self.first or (self.last - step) % self.watch.every == 0:

@@ -1,7 +1,9 @@
-"""Exact where training is calm, smoothed where it is not.
+"""By derivatives where training is calm, smoothed where it is not.
 
-The exact hypergradient comes first, with its meter. Values that the meter speaks against (`trust.py`) are then
-estimated once more by `Factorial`; the others stay exact and stay where they are while those are shifted.
+The hypergradient by derivatives comes first, with its meter; on its way back the adjoint is bounded step by step, which
+takes away what a few steep batches do to one seed. Values that the meter speaks against (`trust.py`) are then estimated
+once more by `Factorial`; the others stay as they are and where they are while those are shifted. The meter tells how
+the adjoint would have grown without its bound: bounded it looks calm, and is no truer for it where training is chaotic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ import torch
 
 from longhorizon.engines.adjoint import Adjoint
 from longhorizon.engines.base import Progress, Run, side_by_side
+from longhorizon.engines.clipping import Clip, check_clip, in_words
 from longhorizon.engines.factorial import Factorial, FactorialRun
 from longhorizon.engines.forward import Forward
 from longhorizon.meter import Meter
@@ -22,24 +25,28 @@ from longhorizon.trust import doubts
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Exact hypergradients, and smoothed differences for the values that the exact ones cannot be trusted for.
+    """Hypergradients by derivatives, and smoothed differences for the values that these cannot be trusted for.
 
     Choose it when a run may be calm at first and chaotic later: it costs what the exact engine costs as long as nothing
     is doubted, and what `Factorial` costs on top where something is.
 
     Args:
-        exact: "adjoint" or "forward".
+        exact: the engine of the derivatives, "adjoint" or "forward".
         distance: how far a doubted value is shifted, as in `Factorial`.
         pairs: at least how many pairs of runs, as in `Factorial`.
+        clip: its bound, as in `Adjoint` and `Forward`. "auto" is that of `Adjoint`, and none for `Forward`; None for
+            exact hypergradients.
     """
 
     exact: Literal["adjoint", "forward"] = "adjoint"
     distance: float | Mapping[str, float | Sequence[float]] = 1.0
     pairs: int | None = None
+    clip: Clip = "auto"
 
     def __post_init__(self) -> None:
         if self.exact not in ("adjoint", "forward"):
             raise ValueError(f"Hybrid(exact={self.exact!r}): expected 'adjoint' or 'forward'.")
+        check_clip("Hybrid", self.clip)
         self.smoothed()
 
     def smoothed(self, only: Mapping[str, Sequence[int]] | None = None) -> Factorial:
@@ -106,7 +113,8 @@ class HybridRun:
             grad[key][chosen], mean[key][chosen] = smooth.grad[key][chosen], smooth.mean[key][chosen]
             error[key][chosen] = smooth.error[key][chosen]
         count, total = sum(map(len, self.doubted.values())), sum(map(len, grad.values()))
-        said = f"{self.engine.exact}, smoothed for {count} of {total} values"
+        bounded = in_words("H·q", self.engine.clip if self.engine.exact == "adjoint" else None)
+        said = f"{self.engine.exact}{bounded}, smoothed for {count} of {total} values"
         return replace(exact, grad=grad, mean=mean, error=error, exact=exact.grad, status=smooth.status, engine=said)
 
     def _turn(self) -> None:
@@ -129,8 +137,10 @@ class HybridRun:
         self.doubted = {key: some for key, some in windows.items() if some}
 
     def _exact(self, saved: dict[str, Any] | None) -> Run:
-        engine = Adjoint() if self.engine.exact == "adjoint" else Forward()
-        return engine.begin(self.problem, saved)
+        clip = self.engine.clip
+        if self.engine.exact == "adjoint":
+            return Adjoint(clip=clip).begin(self.problem, saved)
+        return Forward(clip=None if clip == "auto" else clip).begin(self.problem, saved)
 
     def _smooth(self, saved: dict[str, Any] | None = None) -> Run:
         return FactorialRun(self.engine.smoothed(self.doubted), self.problem, saved, middle=self.exact)
@@ -142,7 +152,7 @@ def _kept(found: Hypergradient) -> dict[str, Any]:
     return {
         **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("status", "meter")},
         "status": (found.status.what, found.status.step),
-        "meter": None if meter is None else (meter.of, meter.steps, meter.size, meter.clipped),
+        "meter": None if meter is None else (meter.of, meter.steps, meter.size, meter.clipped, meter.bounded),
     }
 
 

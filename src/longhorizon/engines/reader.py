@@ -32,7 +32,7 @@ class Reader:
         self._last = problem.steps
         shape = problem.steps // self.every + 2, columns
         self._steps: list[int] = list(saved["steps"]) if saved else []
-        self._size = torch.zeros(shape, dtype=problem.dtype, device=problem.device)
+        self._size = torch.zeros(shape, dtype=torch.float64, device=problem.device)  # it may grow very large
         self._clipped = torch.zeros_like(self._size) if clips else None
         if saved:
             self._size.copy_(saved["size"])
@@ -54,7 +54,7 @@ class Reader:
         saved = {"steps": list(self._steps), "size": self._size.clone()}
         return saved if self._clipped is None else saved | {"clipped": self._clipped.clone()}
 
-    def meter(self, order: list[int]) -> Meter | None:
+    def meter(self, order: list[int], bounded: bool = False) -> Meter | None:
         """The readings so far, columns in the given order."""
         if not self._steps:
             return None
@@ -64,7 +64,7 @@ class Reader:
             for readings in (self._size, self._clipped)
         )
         assert size is not None
-        return Meter(self.of, steps, size, clipped)
+        return Meter(self.of, steps, size, clipped, bounded)
 
 
 def largest(tensors: list[Tensor]) -> Tensor:

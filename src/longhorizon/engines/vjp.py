@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 from longhorizon import tree
-from longhorizon.engines.clipping import Clip, clipped
+from longhorizon.engines.clipping import Clip, clipped_back, uncut
 from longhorizon.functional import PlainLosses
 from longhorizon.inner import Hypers, Inner, State
 from longhorizon.problem import Problem
@@ -19,7 +19,7 @@ from longhorizon.problem import Problem
 
 def step_back(
     problem: Problem, state: State, step: int, cotangent: State, clip: Clip = None
-) -> tuple[State, dict[str, Tensor], Tensor]:
+) -> tuple[State, dict[str, Tensor], Tensor, list[Tensor]]:
     """The VJP of one inner step.
 
     Args:
@@ -28,7 +28,8 @@ def step_back(
         clip: bound on the Hessian product.
 
     Returns:
-        dL/d(state before the step), dL/d(value) for every learnt hyperparameter of this step, and the training loss.
+        dL/d(state before the step), dL/d(value) for every learnt hyperparameter of this step, the training loss, and
+        with a clip how much larger the first would be without (`clipping.uncut`).
     """
     inner, learnt = problem.inner, problem.learnt
     batch, hypers = problem.batch(step), problem.hypers_at(step)
@@ -62,19 +63,20 @@ def step_back(
     outputs, inputs = [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers]
     with inner.functional.again(params, with_buffers(buffers)):
         d_loss = pulled_back(outputs, inputs, [*to_grads, *d_buffers])
-    hessian_product = clipped(d_loss[:n], to_grads, clip)
+    bounded = clipped_back(d_loss[:n], d_params, clip)
     before = State(
-        {name: a + b for name, a, b in zip(params, to_params, hessian_product, strict=True)},
+        {name: a + b for name, a, b in zip(params, to_params, bounded, strict=True)},
         with_buffers(d_loss[n : n + len(buffers)]),
         rebuild_memory(to_memory),
     )
     direct = d_loss[n + len(buffers) :]
-    return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}, loss.detach()
+    grown = [] if clip is None else [uncut(to_params, d_loss[:n], bounded)]
+    return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}, loss.detach(), grown
 
 
 def pure_step_back(
     inner: Inner, state: State, batch: Any, hypers: Hypers, learnt: Hypers, cotangent: State, clip: Clip = None
-) -> tuple[State, Hypers, Tensor]:
+) -> tuple[State, Hypers, Tensor, list[Tensor]]:
     """The same as a pure function, to be traced.
 
     The Hessian is symmetric, so its product with q is the tangent of the gradient along q: forward over reverse, whose
@@ -113,14 +115,16 @@ def pure_step_back(
     to_params, to_grads, to_memory, to_learnt = through_rule((cotangent.params, d_memory))
     tangents: Any = jvp(gradients, (params, zero), (to_grads, one), has_aux=True)[1]
     hessian_product, to_buffers, direct = tangents
-    bounded = clipped(list(hessian_product.values()), list(to_grads.values()), clip)
-    hessian_product = dict(zip(hessian_product, bounded, strict=True))
+    product, kept = list(hessian_product.values()), [to_params[name] for name in hessian_product]
+    bounded = clipped_back(product, [cotangent.params[name] for name in hessian_product], clip)
+    moved = dict(zip(hessian_product, bounded, strict=True))
     before = State(
-        {name: to_params[name] + hessian_product[name] for name in params},
+        {name: to_params[name] + moved[name] for name in params},
         with_buffers(to_buffers),
         as_memory(to_memory),
     )
-    return before, {key: to_learnt[key] + direct[key] for key in learnt}, value
+    grown = [] if clip is None else [uncut(kept, product, bounded)]
+    return before, {key: to_learnt[key] + direct[key] for key in learnt}, value, grown
 
 
 def pulled_back(
