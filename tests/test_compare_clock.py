@@ -69,7 +69,7 @@ ENGINES = {"factorial": lh.Factorial(pairs=1), "hybrid": lh.Hybrid(pairs=1), "di
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_run_of_an_outer_step_is_charged(tmp_path, monkeypatch, name):
     """Five values: 8 pairs and a run between them; side by side or not, stopped or not."""
-    monkeypatch.setattr(trust, "AMPLIFIED_BOUNDED", -1.0)  # everything is doubted
+    monkeypatch.setattr(trust, "AMPLIFIED", -1.0)  # everything is doubted
     runs = 11 if name == "difference" else 17
     settings = {"methods": ["fds"], "engine": ENGINES[name], "test": "none"}
     with pytest.raises(ValueError, match=f"too small for one trial of fds, which takes {runs * STEPS}"):
@@ -91,7 +91,8 @@ def test_every_run_of_an_outer_step_is_charged(tmp_path, monkeypatch, name):
 
 
 def test_a_calm_hybrid_is_charged_one_run(monkeypatch):
-    monkeypatch.setattr(trust, "AMPLIFIED_BOUNDED", math.inf)
+    monkeypatch.setattr(trust, "AMPLIFIED", math.inf)
+    monkeypatch.setattr(trust, "AMPLIFIED_UNCUT", math.inf)
     found = compare(methods=["fds"], engine=lh.Hybrid(), budget="20 runs", test="none").evaluations
     assert {(e.cost, e.counted) for e in found} == {(STEPS, STEPS)}
     assert len(found) == 3

@@ -9,7 +9,7 @@ from torch import nn
 
 import longhorizon as lh
 import oracles
-from longhorizon.engines import clipping
+from longhorizon.engines import clipping, vjp
 from problems import PROBLEMS, RULES, Case, Point, Setting, compute, hypers_for, problem, relative, task_of
 
 ENGINES = {
@@ -311,15 +311,14 @@ def test_the_meter_of_a_clipped_adjoint_shows_what_it_would_have_been(compiled, 
     monkeypatch.setattr(clipping, "FEW", 1.0)
     case, setting = problem("mlp"), RULES["sgd"]
     exact = compute(case, setting, lh.Adjoint()).meter
-    for clip in (1e9, "auto"):  # one that never cuts, and one that does
-        meter = compute(case, setting, lh.Adjoint(clip=clip, compile=compiled)).meter
-        assert meter.size[-1] == exact.size[-1]
-        if clip == 1e9:
-            torch.testing.assert_close(meter.size, exact.size, rtol=1e-9, atol=0)
-    monkeypatch.setattr(clipping, "MOVE", 1e-3)
-    engine = lh.Adjoint(clip="auto", compile=compiled)
-    cut = compute(case, setting, engine).meter
-    assert relative({"size": cut.size[:1]}, {"size": exact.size[:1]}) > 1e-6
+    assert exact.uncut is None
+    loose = compute(case, setting, lh.Adjoint(clip=1e9, compile=compiled)).meter  # never cuts
+    for size in (loose.size, loose.uncut):
+        torch.testing.assert_close(size, exact.size, rtol=1e-9, atol=0)
+    monkeypatch.setattr(vjp, "uncut", lambda before, product, bounded: product[0].new_full((), 2.0))
+    cut = compute(case, setting, lh.Adjoint(clip="auto", compile=compiled)).meter
+    torch.testing.assert_close(cut.uncut[:, 0], cut.size[:, 0] * 2.0 ** (cut.steps[-1] - cut.steps))
+    assert cut.growth(0, int(cut.steps[-1]), uncut=True) > cut.growth(0, int(cut.steps[-1]))
     before, bounded = [torch.tensor([1.0, -2.0])], [torch.tensor([0.5, -0.5])]
     assert clipping.uncut(before, [torch.tensor([0.5, -3.0])], bounded) == 2.0
     assert clipping.uncut(before, [torch.tensor([0.5, 1.5])], bounded) == 1.0  # never less

@@ -23,18 +23,24 @@ class Meter:
         size: readings × columns, the largest entry; for tangents the columns are the values, key by key and window by
             window, and zero before a window begins.
         clipped: readings × columns, the share of the Hessian product's entries that `clip` cut; None without a clip.
-        bounded: whether the derivative was kept from growing by `clip="auto"` of Adjoint; `size` is as without.
+        uncut: readings × columns, the size that the adjoint would have had without its clip, were it not for what the
+            clip did before; None without a clip, and for tangents.
     """
 
     of: Literal["tangents", "adjoint"]
     steps: Tensor
     size: Tensor
     clipped: Tensor | None = None
-    bounded: bool = False
+    uncut: Tensor | None = None
 
-    def growth(self, begin: int, end: int, column: int = 0) -> float:
-        """The factor by which the size grows between two steps: with time for tangents, against it for the adjoint."""
-        before, after = self._read(begin, column), self._read(end, column)
+    def growth(self, begin: int, end: int, column: int = 0, uncut: bool = False) -> float:
+        """The factor by which the size grows between two steps: with time for tangents, against it for the adjoint.
+
+        Args:
+            uncut: by which it would have, without the clip; the same where that is not known.
+        """
+        size = self.size if self.uncut is None or not uncut else self.uncut
+        before, after = self._read(size, begin, column), self._read(size, end, column)
         if self.of == "adjoint":
             before, after = after, before
         return after / before if before else math.inf if after else 1.0  # what is zero stays zero
@@ -44,6 +50,6 @@ class Meter:
         factor = torch.tensor(self.growth(begin, end, column), dtype=torch.float64)
         return float(factor.log() / max(1, end - begin))
 
-    def _read(self, step: int, column: int) -> float:
+    def _read(self, size: Tensor, step: int, column: int) -> float:
         place = int(torch.searchsorted(self.steps, step).clamp(max=len(self.steps) - 1))
-        return float(self.size[place, column])
+        return float(size[place, column])

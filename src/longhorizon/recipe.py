@@ -97,7 +97,7 @@ class Recipe:
     )
     horizon: int = _setting(1, "how many steps ahead the greedy engine looks")
     clip: float | str = _setting(
-        0.0, "elementwise bound on Hessian products (the paper's is 10), 'auto', or 0 for none"
+        0.0, "elementwise bound on Hessian products (the paper's is 10), 'auto', or 0 for none (hybrid: its own)"
     )
     distance: float = _setting(1.0, "how far smoothed and hybrid shift a value, as a fraction of its outer step")
     pairs: int = _setting(0, "at least how many pairs of runs they train; 0: three more than values")
@@ -200,7 +200,7 @@ def engine_of(recipe: Recipe) -> Engine | str:
     if recipe.engine == "smoothed":
         return Factorial(recipe.distance, recipe.pairs or None)
     if recipe.engine == "hybrid":
-        return Hybrid(distance=recipe.distance, pairs=recipe.pairs or None)
+        return Hybrid(distance=recipe.distance, pairs=recipe.pairs or None, clip=clip or "auto")
     return "auto" if clip is None else Forward(clip=clip)  # the paper's clip is one of tangents
 
 

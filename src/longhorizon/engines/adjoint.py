@@ -110,7 +110,8 @@ class AdjointRun:
         problem.batches.keep()
         _check_kept_batches(problem)
         self.watch = watch or Watch(problem, saved and saved["watch"])
-        self.reader = Reader("adjoint", problem, 1, saved=saved and saved.get("meter"))
+        cuts = engine.clip is not None and (saved is None or "uncut" in saved)  # older ones have not looked
+        self.reader = Reader("adjoint", problem, 1, cuts=cuts, saved=saved and saved.get("meter"))
         self.status, self.val_loss = Status(), torch.tensor(torch.nan)
         self.per_step = {
             key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)
@@ -179,7 +180,7 @@ class AdjointRun:
             self.status,
             self.watch.losses,
             per_step if self.engine.per_step else None,
-            self.reader.meter([0], bounded=self.engine.clip == "auto"),
+            self.reader.meter([0]),
         )
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -291,8 +292,8 @@ class AdjointRun:
             self.per_step[key][step] = g + (old if step == self.last - 1 else 0)
         self.t = step
         if self.reader.due(step):
-            size = largest(list(self.cotangent.params.values())).double()
-            self.reader.take(step, (size * self._uncut.clamp(max=600.0).exp())[None])
+            size = largest(list(self.cotangent.params.values())).double()[None]
+            self.reader.take(step, size, uncut=size * self._uncut.clamp(max=600.0).exp())
         if step == self.first:
             self.phase = "done"
         if step == self.first or (self.last - step) % self.watch.every == 0:

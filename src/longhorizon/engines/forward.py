@@ -93,7 +93,7 @@ class ForwardRun:
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
         self.reader = Reader(
-            "tangents", problem, len(self.columns), engine.clip is not None, saved and saved.get("meter")
+            "tangents", problem, len(self.columns), engine.clip is not None, saved=saved and saved.get("meter")
         )
         if saved is None:
             check_losses(problem, tangents=True)

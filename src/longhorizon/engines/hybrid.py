@@ -152,7 +152,7 @@ def _kept(found: Hypergradient) -> dict[str, Any]:
     return {
         **{f.name: getattr(found, f.name) for f in fields(found) if f.name not in ("status", "meter")},
         "status": (found.status.what, found.status.step),
-        "meter": None if meter is None else (meter.of, meter.steps, meter.size, meter.clipped, meter.bounded),
+        "meter": None if meter is None else (meter.of, meter.steps, meter.size, meter.clipped, meter.uncut),
     }
 
 

@@ -17,6 +17,7 @@ class Reader:
     Args:
         columns: how many there are in the end; a reading of fewer leaves the others at zero.
         clips: whether the share of clipped entries is read too.
+        cuts: whether the size without a clip is.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class Reader:
         problem: Problem,
         columns: int,
         clips: bool = False,
+        cuts: bool = False,
         saved: dict[str, Any] | None = None,
     ):
         self.of: Literal["tangents", "adjoint"] = of
@@ -33,38 +35,39 @@ class Reader:
         shape = problem.steps // self.every + 2, columns
         self._steps: list[int] = list(saved["steps"]) if saved else []
         self._size = torch.zeros(shape, dtype=torch.float64, device=problem.device)  # it may grow very large
-        self._clipped = torch.zeros_like(self._size) if clips else None
-        if saved:
-            self._size.copy_(saved["size"])
-        if saved and self._clipped is not None:
-            self._clipped.copy_(saved["clipped"])
+        self._clipped, self._uncut = (torch.zeros_like(self._size) if asked else None for asked in (clips, cuts))
+        for name, readings in (("size", self._size), ("clipped", self._clipped), ("uncut", self._uncut)):
+            if saved and readings is not None:
+                readings.copy_(saved[name])
 
     def due(self, step: int) -> bool:
         """Whether to read after so many steps."""
         return step % self.every == 0 or step == self._last
 
-    def take(self, step: int, size: Tensor, clipped: Tensor | None = None) -> None:
+    def take(self, step: int, size: Tensor, clipped: Tensor | None = None, uncut: Tensor | None = None) -> None:
         row = len(self._steps)
         self._steps.append(step)
         self._size[row, : len(size)] = size
         if self._clipped is not None and clipped is not None:
             self._clipped[row, : len(clipped)] = clipped
+        if self._uncut is not None:
+            self._uncut[row, : len(size)] = size if uncut is None else uncut
 
     def save(self) -> dict[str, Any]:
-        saved = {"steps": list(self._steps), "size": self._size.clone()}
-        return saved if self._clipped is None else saved | {"clipped": self._clipped.clone()}
+        readings = {"size": self._size, "clipped": self._clipped, "uncut": self._uncut}
+        return {"steps": list(self._steps)} | {name: x.clone() for name, x in readings.items() if x is not None}
 
-    def meter(self, order: list[int], bounded: bool = False) -> Meter | None:
+    def meter(self, order: list[int]) -> Meter | None:
         """The readings so far, columns in the given order."""
         if not self._steps:
             return None
         steps, rows = torch.tensor(self._steps).sort()
-        size, clipped = (
+        size, clipped, uncut = (
             None if readings is None else readings.detach().to("cpu", torch.float64)[rows][:, order]
-            for readings in (self._size, self._clipped)
+            for readings in (self._size, self._clipped, self._uncut)
         )
         assert size is not None
-        return Meter(self.of, steps, size, clipped, bounded)
+        return Meter(self.of, steps, size, clipped, uncut)
 
 
 def largest(tensors: list[Tensor]) -> Tensor:
