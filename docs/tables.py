@@ -178,7 +178,7 @@ def trust_quality() -> str:
     """Rank correlation, bias and spread of a few estimators."""
     found = _estimators()
     rows = []
-    for label in ("exact", "clip 10", "smoothed", "hybrid"):
+    for label in ("exact", "clip 10", "adjoint, clip auto", "smoothed", "hybrid, not clipped", "hybrid"):
         for task, one in found.items():
             if label in one["scores"]:
                 s = one["scores"][label]
@@ -217,7 +217,7 @@ def trust_tune() -> str:
 def trust_figure1() -> str:
     """The same on CIFAR-10: what the ways to estimate hypergradients come to; seconds of seeds that ran alone."""
     found = json.loads((EXPERIMENTS / "figure1.json").read_text())
-    names = {"fds-forward-clip10": "clip 10", "fds-hybrid": "hybrid", "fds-smoothed": "smoothed"}
+    names = {"fds-forward-clip10": "clip 10", "fds-hybrid": "hybrid, not clipped", "fds-smoothed": "smoothed"}
     rows = []
     for start, name in names.items():
         cards = [c for c in found["entrants"] if c["label"].startswith(start) and c.get("growth") == 1.5]

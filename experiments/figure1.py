@@ -15,8 +15,8 @@ Ours:
     FDS, forward, as the paper: 88.09 ± 0.21 % (1 seed); 448 s a seed, NVIDIA H200
     FDS, smoothed differences (this library's default in bf16), but γ may grow again: 89.59 ± 0.31 % (3 seeds); 311 s a
         seed, NVIDIA H200
-    FDS, exact and, where doubted, smoothed (its default in float32), but γ may grow again: 89.22 ± 0.48 % (1 seed); 461
-        s a seed, NVIDIA H200
+    FDS, bounded adjoint and, where doubted, smoothed (its default in float32): not run yet
+    FDS, exact and, where doubted, smoothed, but γ may grow again: 89.22 ± 0.48 % (1 seed); 461 s a seed, NVIDIA H200
     FDS, exact alone (adjoint): 86.29 ± 0.54 % (1 seed); 210 s a seed, NVIDIA H200
     hypergradient descent: 64.00 ± 0.96 % (3 seeds); 69 s a seed, device shared, NVIDIA H200
     BOHB: not run yet
@@ -31,8 +31,9 @@ Settings. FDS takes ten outer steps of Algorithm 2, the first on 1 epoch and the
 says "10 epochs for some outer steps" and not which. What it ends with is trained once for 50 epochs, on its clock, and
 is its choice. `--engine forward` is the paper's: forward mode, H·Z clipped at ±10. `--engine adjoint` takes exact
 hypergradients of the same runs by walking back, at a cost that does not depend on the number of values. `--clip` bounds
-H·Z or H·q (0: not at all). `--engine hybrid` is this library's default: exact, and smoothed differences for the values
-that its meter doubts (docs/trust.md); `--engine smoothed` takes them for all values, its default in bf16. `--gate wait`
+H·Z or H·q (0: not at all). `--engine hybrid` takes exact ones, and smoothed differences for the values that its meter
+doubts (docs/trust.md); `--engine bounded` is the same with an adjoint that is bounded on its way back, this library's
+default; `--engine smoothed` takes smoothed differences for all values, its default in bf16. `--gate wait`
 keeps those that are doubted even so where they are. `--growth 1.5` lets γ grow again while signs stay the same.
 `--precision bf16` makes the plain training runs of smoothed differences, of searches and of tests in mixed precision
 (figure1_bf16.py). `--from-kept` lets searches and grids go on from what was kept of them. `--test-kept --test all`
@@ -68,9 +69,7 @@ def main() -> None:
     parser.add_argument("--methods", default="fds", help="names, with commas between them")
     parser.add_argument("--seeds", default="0", help="whole numbers, with commas between them")
     parser.add_argument("--budget", help="of each search and of hd, with each seed: '2h' (without it), '30 runs'")
-    parser.add_argument(
-        "--engine", choices=["adjoint", "forward", "hybrid", "smoothed"], default="adjoint", help="of fds"
-    )
+    parser.add_argument("--engine", choices=contest.ENGINES, default="adjoint", help="of fds")
     parser.add_argument("--clip", type=float, help="of fds; 10 for forward and none for adjoint without it")
     parser.add_argument("--horizons", default="1,10", help="epochs of FDS's outer steps, the last one repeating")
     parser.add_argument("--gate", choices=["off", "wait", "shrink"], default="off", help="of fds (docs/trust.md)")

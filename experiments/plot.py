@@ -230,7 +230,8 @@ def appendix_f(found: dict[str, Any], _: Path) -> list[Figure]:
 
 def trust(_: dict[str, Any], results: Path) -> list[Figure]:
     """How often each estimator's sign is right, task by task; one picture of all results."""
-    labels = ("exact", "clip 10", "clip 10, mean of 4", "clip auto", "smoothed, fewest pairs", "smoothed", "hybrid")
+    labels = ("exact", "clip 10", "clip 10, mean of 4", "adjoint, clip auto")
+    labels += ("smoothed", "hybrid, not clipped", "hybrid")
     panels = []
     heat = {"calm": 0, "edge": 1, "hot": 2}  # as the table in docs/trust.md has them
     paths = results.glob("estimators-*.json")

@@ -284,11 +284,16 @@ def test_the_automatic_clip_has_no_unit(engine, bound, monkeypatch):
     case, setting = problem("mlp"), RULES["sgd"]
     whole = compute(case, setting, engine).grad
     assert relative(whole, compute(case, setting, lh.Forward()).grad) > 1e-3
-    tight = torch.tensor([3.0, -0.2]), torch.tensor([1.0, 0.5])
-    clipped = clipping.clipped if bound == "AUTO" else clipping.clipped_back
+
+    def clipped(product, along):
+        if bound == "AUTO":
+            return clipping.clipped([product], [along], "auto")[0].tolist()
+        return clipping.clipped_back([product], [along], [along], "auto")[0][0].tolist()
+
+    steep, along = torch.tensor([3.0, -0.2]), torch.tensor([1.0, 0.5])
     monkeypatch.setattr(clipping, bound, 2.0)
-    assert clipped([tight[0]], [tight[1]], "auto")[0].tolist() == pytest.approx([2.0, -0.2])
-    assert clipped([9 * tight[0]], [9 * tight[1]], "auto")[0].tolist() == pytest.approx([18.0, -1.8])
+    assert clipped(steep, along) == pytest.approx([2.0, -0.2])
+    assert clipped(9 * steep, 9 * along) == pytest.approx([18.0, -1.8])
     monkeypatch.setattr(clipping, bound, 1e9)
     loose = compute(case, setting, engine).grad
     assert relative(loose, compute(case, setting, lh.Adjoint()).grad) <= 1e-9
@@ -296,32 +301,37 @@ def test_the_automatic_clip_has_no_unit(engine, bound, monkeypatch):
 
 def test_on_the_way_back_only_the_few_are_cut():
     """What most entries do is how training goes, and no outlier."""
-    adjoint, steep = torch.full((100,), 0.5), torch.full((100,), 0.01)
-    steep[:3] = torch.tensor([4.0, -0.06, 0.04])
-    (few,) = clipping.clipped_back([steep], [adjoint], "auto")
-    assert few[:3].tolist() == pytest.approx([0.05, -0.05, 0.04])
-    assert torch.equal(few[3:], steep[3:])
-    steep[:21] = 4.0
-    assert torch.equal(clipping.clipped_back([steep], [adjoint], "auto")[0], steep)
-    assert clipping.clipped_back([steep], [adjoint], 1.0)[0].max() == 1  # set by hand it cuts whatever is there
+    adjoint, steep = [torch.full((60,), 0.5), torch.full((4, 10), -0.5)], [torch.zeros(60), torch.zeros(4, 10)]
+    steep[0][:3], steep[1][3, 9] = torch.tensor([4.0, -0.06, 0.04]), -7.0
+    few, grown = clipping.clipped_back(steep, adjoint, [x / 2 for x in adjoint], "auto")
+    assert few[0][:3].tolist() == pytest.approx([0.05, -0.05, 0.04])
+    assert few[1][3, 9] == pytest.approx(-0.05)
+    assert [int((x != 0).sum()) for x in few] == [3, 1]
+    assert grown[0] == pytest.approx(7.25 / 0.3)  # the largest entry of the sum, without and with
+    steep[0][:21] = 4.0
+    many, grown = clipping.clipped_back(steep, adjoint, adjoint, "auto")
+    assert all(torch.equal(a, b) for a, b in zip(many, steep, strict=True))
+    assert grown[0] == 1
+    by_hand, _ = clipping.clipped_back(steep, adjoint, adjoint, 1.0)  # cuts whatever is there
+    assert (by_hand[0].max(), by_hand[1].min()) == (1, -1)
+    assert clipping.clipped_back(steep, adjoint, adjoint, None) == (steep, [])
+    mixed, _ = clipping.clipped_back([steep[0].double(), steep[1]], adjoint, adjoint, "auto")
+    assert [x.dtype for x in mixed] == [torch.float64, torch.float32]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_meter_of_a_clipped_adjoint_shows_what_it_would_have_been(compiled, monkeypatch):
-    monkeypatch.setattr(clipping, "FEW", 1.0)
     case, setting = problem("mlp"), RULES["sgd"]
     exact = compute(case, setting, lh.Adjoint()).meter
     assert exact.uncut is None
     loose = compute(case, setting, lh.Adjoint(clip=1e9, compile=compiled)).meter  # never cuts
     for size in (loose.size, loose.uncut):
         torch.testing.assert_close(size, exact.size, rtol=1e-9, atol=0)
-    monkeypatch.setattr(vjp, "uncut", lambda before, product, bounded: product[0].new_full((), 2.0))
+    doubled = lambda product, *_: (product, [product[0].new_full((), 2.0)])  # noqa: E731
+    monkeypatch.setattr(vjp, "clipped_back", doubled)
     cut = compute(case, setting, lh.Adjoint(clip="auto", compile=compiled)).meter
     torch.testing.assert_close(cut.uncut[:, 0], cut.size[:, 0] * 2.0 ** (cut.steps[-1] - cut.steps))
     assert cut.growth(0, int(cut.steps[-1]), uncut=True) > cut.growth(0, int(cut.steps[-1]))
-    before, bounded = [torch.tensor([1.0, -2.0])], [torch.tensor([0.5, -0.5])]
-    assert clipping.uncut(before, [torch.tensor([0.5, -3.0])], bounded) == 2.0
-    assert clipping.uncut(before, [torch.tensor([0.5, 1.5])], bounded) == 1.0  # never less
 
 
 @pytest.mark.parametrize("clip", ["auto", 10.0])

@@ -39,47 +39,52 @@ def clipped(product: list[Tensor], along: list[Tensor], clip: Clip) -> list[Tens
     """
     if clip is None:
         return product
-    return _cut(product, level(product, along, clip))
-
-
-def clipped_back(product: list[Tensor], adjoint: list[Tensor], clip: Clip) -> list[Tensor]:
-    """A Hessian product that is added to the adjoint, bounded."""
-    if clip != "auto":
-        return clipped(product, adjoint, clip)
-    bound = MOVE * _largest(adjoint)
-    return _cut(product, torch.where(_share(product, bound) > FEW, torch.inf, bound))
-
-
-def _cut(product: list[Tensor], bound: Tensor) -> list[Tensor]:
+    bound = level(product, along, clip)
     return [torch.minimum(torch.maximum(h, -bound), bound) for h in product]
+
+
+def clipped_back(
+    product: list[Tensor], adjoint: list[Tensor], before: list[Tensor], clip: Clip
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A Hessian product that is added to the adjoint, bounded.
+
+    Args:
+        product: H·q, tensor by tensor.
+        adjoint: after the step.
+        before: what the product is added to, for the adjoint before the step.
+
+    Returns:
+        The product; and by what factor its bound has kept the adjoint's largest entry from growing, nothing without.
+    """
+    if clip is None:
+        return product, []
+    flat, start, whole = (torch.cat([x.flatten() for x in part]) for part in (product, before, adjoint))
+    if clip == "auto":
+        bound = MOVE * whole.abs().amax()
+        over = (flat.abs() > bound).to(flat.dtype).mean()
+        bound = torch.where(over > FEW, torch.inf, bound)
+    else:
+        bound = flat.new_full((), clip)
+    kept = torch.minimum(torch.maximum(flat, -bound), bound)
+    free, held = (start + flat).abs().amax(), (start + kept).abs().amax()
+    pieces = torch.split(kept, [x.numel() for x in product])
+    bounded = [piece.view(x.shape).to(x.dtype) for piece, x in zip(pieces, product, strict=True)]
+    return bounded, [torch.where(free > held, free / held, 1.0)]
 
 
 def level(product: list[Tensor], along: list[Tensor], clip: Clip) -> Tensor:
     """The bound itself."""
     if clip == "auto":
-        return AUTO * _largest(along)
+        return AUTO * torch.stack([z.abs().amax() for z in along if z.numel()]).amax()
     assert clip is not None
     return product[0].new_full((), clip)
 
 
 def share(product: list[Tensor], along: list[Tensor], clip: Clip) -> Tensor:
     """The share of entries that the bound cuts off."""
-    return _share(product, level(product, along, clip))
-
-
-def _share(product: list[Tensor], bound: Tensor) -> Tensor:
+    bound = level(product, along, clip)
     over = torch.stack([(h.abs() > bound).sum() for h in product]).sum()
     return over.to(product[0].dtype) / sum(h.numel() for h in product)
-
-
-def uncut(before: list[Tensor], product: list[Tensor], bounded: list[Tensor]) -> Tensor:
-    """How much larger a sum would be if a product in it had not been bounded: of the largest entries, at least 1."""
-    whole, kept = (_largest([a + b for a, b in zip(before, part, strict=True)]) for part in (product, bounded))
-    return torch.where(whole > kept, whole / kept, 1.0)
-
-
-def _largest(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([z.abs().amax() for z in tensors if z.numel()]).amax()
 
 
 def in_words(product: str, clip: Clip) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 from longhorizon import tree
-from longhorizon.engines.clipping import Clip, clipped_back, uncut
+from longhorizon.engines.clipping import Clip, clipped_back
 from longhorizon.functional import PlainLosses
 from longhorizon.inner import Hypers, Inner, State
 from longhorizon.problem import Problem
@@ -29,7 +29,7 @@ def step_back(
 
     Returns:
         dL/d(state before the step), dL/d(value) for every learnt hyperparameter of this step, the training loss, and
-        with a clip how much larger the first would be without (`clipping.uncut`).
+        with a clip how much larger the first would be without (`clipping.clipped_back`).
     """
     inner, learnt = problem.inner, problem.learnt
     batch, hypers = problem.batch(step), problem.hypers_at(step)
@@ -63,14 +63,13 @@ def step_back(
     outputs, inputs = [*grads.values(), *tree.split(new_buffers)[0]], [*params.values(), *buffers, *levers]
     with inner.functional.again(params, with_buffers(buffers)):
         d_loss = pulled_back(outputs, inputs, [*to_grads, *d_buffers])
-    bounded = clipped_back(d_loss[:n], d_params, clip)
+    bounded, grown = clipped_back(d_loss[:n], d_params, to_params, clip)
     before = State(
         {name: a + b for name, a, b in zip(params, to_params, bounded, strict=True)},
         with_buffers(d_loss[n : n + len(buffers)]),
         rebuild_memory(to_memory),
     )
     direct = d_loss[n + len(buffers) :]
-    grown = [] if clip is None else [uncut(to_params, d_loss[:n], bounded)]
     return before, {key: a + b for key, a, b in zip(learnt, to_levers, direct, strict=True)}, loss.detach(), grown
 
 
@@ -116,14 +115,13 @@ def pure_step_back(
     tangents: Any = jvp(gradients, (params, zero), (to_grads, one), has_aux=True)[1]
     hessian_product, to_buffers, direct = tangents
     product, kept = list(hessian_product.values()), [to_params[name] for name in hessian_product]
-    bounded = clipped_back(product, [cotangent.params[name] for name in hessian_product], clip)
+    bounded, grown = clipped_back(product, [cotangent.params[name] for name in hessian_product], kept, clip)
     moved = dict(zip(hessian_product, bounded, strict=True))
     before = State(
         {name: to_params[name] + moved[name] for name in params},
         with_buffers(to_buffers),
         as_memory(to_memory),
     )
-    grown = [] if clip is None else [uncut(kept, product, bounded)]
     return before, {key: to_learnt[key] + direct[key] for key in learnt}, value, grown
 
 
