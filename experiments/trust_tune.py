@@ -37,6 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid, two seeds": {"engine": lh.Hybrid(), "seeds": 2},
     "hybrid, wait": {"engine": lh.Hybrid(), "gate": "wait"},
     "hybrid, not clipped": {"engine": lh.Hybrid(clip=None)},
+    "hybrid, not clipped, two seeds": {"engine": lh.Hybrid(clip=None), "seeds": 2},
     "smoothed": {"engine": lh.Factorial()},
     "paper, γ grows": {"engine": lh.Forward(clip=10.0), "outer": lh.SignDescent(growth=1.5)},
     "hybrid, γ grows": {"engine": lh.Hybrid(), "outer": lh.SignDescent(growth=1.5)},
