@@ -144,8 +144,10 @@ def begun(folder: Path) -> dict[str, Any]:
 def lay_out(kept: dict[str, Any], folder: Path) -> None:
     """The directory of a run that was stopped on another machine."""
     say(f"goes on from {len(kept['outer_steps'])} outer steps of {kept['environment']['date']}")
-    record.write(folder / "run.json", kept["run"])
-    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept["outer_steps"]))
+    aside = folder.with_name(f"{folder.name}.part")
+    record.write(aside / "run.json", kept["run"])
+    (aside / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept["outer_steps"]))
+    aside.rename(folder)
 
 
 def told(step: lh.OuterStep, count: int) -> str:

@@ -13,10 +13,13 @@ from longhorizon import recipe_text, report
 from longhorizon.console import one_line
 from longhorizon.engines import hybrid
 from longhorizon.problem import environment, make_problem
-from longhorizon.trust import among_seeds, sureness
+from longhorizon.run import settings_of
+from longhorizon.trust import among_seeds, doubts, remedy, sureness
+from longhorizon.tuning import Tuning
 from problems import assert_identical, problem, through_a_file
 from test_meter import Saddle
 
+EVERY = (lh.Hybrid(), lh.Hybrid(clip=None))
 HYPERS = {"lr": lh.Hyper(0.1, windows=2, step=0.01), "momentum": lh.Hyper(0.0, step=0.01)}
 
 
@@ -36,7 +39,7 @@ def test_a_calm_run_stays_exact():
         lh.hypergradient(saddle(0.2), lh.sgd(), HYPERS, steps=40, engine=e) for e in (lh.Adjoint(), lh.Hybrid())
     )
     assert found.engine == f"{exact.engine}, H·q clipped by itself"
-    assert_identical(exact, replace(found, engine=exact.engine))  # where nothing is steep nothing is cut
+    assert_identical(exact, replace(found, engine=exact.engine))
     assert found.error is None
 
 
@@ -73,6 +76,92 @@ def test_a_hybrid_saved_at_any_step_ends_the_same(exact):
                 run.advance()
             assert_identical(run.result(), whole.result())
             assert run.result().error["lr"].tolist() == whole.result().error["lr"].tolist()
+
+
+class Wide(torch.nn.Module):
+    """L = −b y² / 2 for one of a hundred numbers: its adjoint grows by 1 + lr b a step, all others stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.y = torch.nn.Parameter(torch.ones(100, dtype=torch.float64))
+
+    def forward(self, b):
+        return -b * self.y[0] ** 2 / 2
+
+
+def steep(count, b=5.0, steps=40):
+    """The first so many batches are steep, the others flat."""
+    return lh.Task(
+        Wide,
+        lambda m, batch: m(batch),
+        lambda seed: [b] * count + [0.0] * (steps - count),
+        lambda seed: [1.0],
+    )
+
+
+def test_what_a_bound_keeps_from_growing_is_doubted_for_how_it_would_have_grown():
+    # 1.5^10 = 58 without the bound, 1.1^10 = 2.6 with it; from the second window on nothing moves
+    def hypergradient(engine, count=10):
+        return lh.hypergradient(steep(count), lh.sgd(), HYPERS, steps=40, engine=engine)
+
+    found, exact = hypergradient(lh.Adjoint(clip="auto")), hypergradient(lh.Adjoint())
+    assert found.meter.growth(0, 40) == pytest.approx(1.1**10)
+    assert found.meter.growth(0, 40, uncut=True) == pytest.approx(1.5**10)
+    assert exact.meter.growth(0, 40) == pytest.approx(1.5**10)
+    assert doubts(found, 40)["lr"] == ["amplified 58 times but for its clip", ""]
+    assert doubts(exact, 40)["lr"] == ["amplified 58 times", ""]
+    assert remedy("amplified 58 times but for its clip") == remedy("amplified 58 times")
+    assert abs(found.grad["lr"][0]) < abs(exact.grad["lr"][0])
+    assert "smoothed for 2 of 3 values" in hypergradient(lh.Hybrid(distance=1e-3)).engine
+    few = hypergradient(lh.Hybrid(distance=1e-3), count=5)  # 1.5^5 = 7.6, 1.1^5 = 1.6: it is trusted
+    assert "smoothed" not in few.engine
+    assert "smoothed" in hypergradient(lh.Hybrid(distance=1e-3, clip=None), count=5).engine
+
+
+@pytest.mark.parametrize("store", ["all", "sqrt"])
+def test_a_bounded_adjoint_saved_at_any_step_knows_how_it_would_have_grown(store):
+    engine = lh.Adjoint(store, clip="auto")
+    with environment():
+        made = make_problem(steep(10, steps=12), lh.sgd(), HYPERS, 12, 0)
+        whole = engine.begin(made)
+        saves = []
+        while not whole.done:
+            saves.append(through_a_file(whole.save()))
+            whole.advance()
+        for saved in saves:
+            run = engine.begin(made, saved)
+            while not run.done:
+                run.advance()
+            assert torch.equal(run.result().meter.uncut, whole.result().meter.uncut)
+            assert run.result().meter.uncut[0] > 10 * run.result().meter.size[0]
+
+
+def test_what_an_older_version_saved_goes_on_unclipped_and_unwatched():
+    engine = lh.Adjoint(clip=0.3)
+    with environment():
+        made = make_problem(steep(10, steps=12), lh.sgd(), HYPERS, 12, 0)
+        run = engine.begin(made)
+        for _ in range(17):
+            run.advance()
+        saved = run.save()
+        del saved["uncut"], saved["meter"]["uncut"]
+        for _ in range(3):  # stopped and resumed more than once
+            run = engine.begin(made, through_a_file(saved))
+            run.advance()
+            saved = run.save()
+        while not run.done:
+            run.advance()
+        assert run.result().meter.uncut is None
+        tuning = Tuning(steep(10), lh.sgd(), HYPERS, steps=40, outer_steps=2)
+        tuning.advance()
+        kept = tuning.save()
+        assert tuning.engine == lh.Hybrid()
+        del kept["engine"]["with"]["clip"]
+        again = Tuning(steep(10), lh.sgd(), HYPERS, steps=40, outer_steps=2, saved=kept)
+        assert again.engine == lh.Hybrid(clip=None)
+    engines = {str(e): settings_of(Tuning(steep(10), lh.sgd(), HYPERS, steps=40, engine=e))["engine"] for e in EVERY}
+    assert "clip" not in engines[str(lh.Hybrid(clip=None))]  # its directories are those of older ones
+    assert engines[str(lh.Hybrid())]["clip"] == "auto"
 
 
 def test_a_saved_exact_part_goes_back_to_its_device():

@@ -31,7 +31,8 @@ LAYERS = [
     ["functional"],
     ["batches"],
     ["task", "rules", "hypers"],
-    ["tree", "seeds", "cuda", "meter", "normalise", "lane_norm"],
+    ["lane_norm"],
+    ["tree", "seeds", "cuda", "meter", "normalise"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from longhorizon import kernels
+from longhorizon import cuda, kernels
 from longhorizon.kernels import KINDS, Plan, Size
 
 CHANNELS = (*range(1, 9), 16, 32, 64)
@@ -66,10 +66,8 @@ def suits_layer(layer: nn.Conv2d) -> bool:
 
 @cache
 def available() -> bool:
-    """Whether this torch can build kernels, on a device of NVIDIA's that has TF32."""
-    if not torch.cuda.is_available() or torch.version.hip is not None or not hasattr(torch.cuda, "_compile_kernel"):
-        return False
-    return torch.cuda.get_device_capability() >= (8, 0)
+    """Whether there are kernels here."""
+    return cuda.can_build()
 
 
 @cache

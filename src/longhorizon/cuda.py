@@ -89,6 +89,13 @@ def current_precision() -> Precision:
     return "tf32" if torch.backends.cudnn.allow_tf32 and torch.cuda.is_available() else "float32"
 
 
+def can_build() -> bool:
+    """Whether this torch can build kernels, on a device of NVIDIA's that has TF32."""
+    if not torch.cuda.is_available() or torch.version.hip is not None or not hasattr(torch.cuda, "_compile_kernel"):
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
 @contextmanager
 def half() -> Iterator[None]:
     """While a step of plain training runs is made or compared whose convolutions are to be in bfloat16."""

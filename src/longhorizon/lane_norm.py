@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longhorizon import convolution
+from longhorizon import cuda
 
 MOST = 256  # channels
 
 
 def suits(x: Tensor) -> bool:
     """Whether there are kernels for a batch (images, channels, height, width), where it is."""
-    there = not x.is_cuda or convolution.available()
+    there = not x.is_cuda or cuda.can_build()
     return x.ndim == 4 and x.dtype == torch.float32 and takes(x.shape[1]) and there
 
 

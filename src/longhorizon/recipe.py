@@ -93,7 +93,7 @@ class Recipe:
     growth: float = _setting(1.0, "for sign: what an outer step size grows by while its sign stays; 1 for none")
     engine: str = _setting(
         "auto",
-        "auto (exact, smoothed where doubted; in bf16 all smoothed), forward, adjoint, greedy, smoothed, or hybrid",
+        "auto (adjoint, smoothed where doubted; in bf16 all smoothed), forward, adjoint, greedy, smoothed, or hybrid",
     )
     horizon: int = _setting(1, "how many steps ahead the greedy engine looks")
     clip: float | str = _setting(

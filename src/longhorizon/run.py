@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from longhorizon.accuracy import rounding_error
 from longhorizon.cuda import Precision
-from longhorizon.engines import Engine
+from longhorizon.engines import Engine, Hybrid
 from longhorizon.hypers import Hyper
 from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, best_of, went_well
@@ -94,10 +94,10 @@ def tune(
         outer_steps: how many hypergradients to take at most.
         outer: how values move: `SignDescent()` (default), `GradientDescent()`, or a function from parameters to a
             `torch.optim` optimizer.
-        engine: how to differentiate. "auto" takes exact hypergradients, from the adjoint where it fits into memory, and
-            smoothed differences for values whose exact one cannot be trusted (see `Hybrid`). With `precision="bf16"` on
-            a GPU it takes smoothed differences for all (see `Factorial`), where the model's training runs can stand
-            side by side. With more than 21 values it takes the exact engine that `hypergradient` would.
+        engine: how to differentiate. "auto" takes derivatives, by a bounded adjoint where it fits into memory, and
+            smoothed differences for values whose derivative cannot be trusted (see `Hybrid`). On a GPU with
+            `precision="bf16"` it takes smoothed differences for all (see `Factorial`), where the model's training runs
+            can stand side by side. With more than 21 values it takes the exact engine that `hypergradient` would.
         seed: of everything.
         seeds: training runs to average each hypergradient over.
         gate: what a value does whose hypergradient is doubted (see `OuterStep.doubts`): "off" moves it all the same,
@@ -291,4 +291,7 @@ def _hyper_settings(hyper: Hyper) -> dict[str, Any]:
 
 
 def _fields(engine: Any) -> dict[str, Any]:
-    return asdict(engine) if is_dataclass(engine) and not isinstance(engine, type) else {}
+    found = asdict(engine) if is_dataclass(engine) and not isinstance(engine, type) else {}
+    if isinstance(engine, Hybrid) and engine.clip is None:
+        del found["clip"]  # older ones had none
+    return found

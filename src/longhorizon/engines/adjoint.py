@@ -110,8 +110,9 @@ class AdjointRun:
         problem.batches.keep()
         _check_kept_batches(problem)
         self.watch = watch or Watch(problem, saved and saved["watch"])
-        cuts = engine.clip is not None and (saved is None or "uncut" in saved)  # older ones have not looked
-        self.reader = Reader("adjoint", problem, 1, cuts=cuts, saved=saved and saved.get("meter"))
+        meter = saved.get("meter") if saved else None
+        cuts = engine.clip is not None and (meter is None or "uncut" in meter)  # older ones did not look
+        self.reader = Reader("adjoint", problem, 1, cuts=cuts, saved=meter)
         self.status, self.val_loss = Status(), torch.tensor(torch.nan)
         self.per_step = {
             key: torch.full((problem.steps,), torch.nan, dtype=problem.dtype, device=problem.device)

@@ -44,12 +44,12 @@ def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
 
 
 def trusted(problem: Problem) -> tuple[Any, str]:
-    """The same for tuning: exact hypergradients, and smoothed ones for values that cannot be trusted (docs/trust.md).
+    """The same for tuning: derivatives, and smoothed differences for values that these cannot be trusted for.
 
-    The exact ones come from the adjoint wherever it fits, because its meter sees the whole run; that of forward begins
-    after the first window. In bfloat16, where training runs side by side are cheapest, all values are smoothed: on
-    CIFAR-10 that took less time, and found no worse schedules. With many values, or where it is not known how far a
-    value will move, it is `choose`.
+    docs/trust.md says why. The derivatives come from the bounded adjoint wherever it fits, because its meter sees the
+    whole run; that of forward begins after the first window. In bfloat16, where training runs side by side are
+    cheapest, all values are smoothed: on CIFAR-10 that took less time, and found no worse schedules. With many values,
+    or where it is not known how far a value will move, it is `choose`.
     """
     engine, why = choose(problem)
     fits = isinstance(engine, Adjoint) or (

@@ -27,8 +27,8 @@ from longhorizon.trust import doubts
 class Hybrid:
     """Hypergradients by derivatives, and smoothed differences for the values that these cannot be trusted for.
 
-    Choose it when a run may be calm at first and chaotic later: it costs what the exact engine costs as long as nothing
-    is doubted, and what `Factorial` costs on top where something is.
+    Choose it when a run may be calm at first and chaotic later: it costs about what the exact engine costs as long as
+    nothing is doubted, and what `Factorial` costs on top where something is.
 
     Args:
         exact: the engine of the derivatives, "adjoint" or "forward".
@@ -62,11 +62,17 @@ class Hybrid:
         return HybridRun(self, problem, saved)
 
     def __str__(self) -> str:
-        return f"{self.exact}, smoothed where doubted"
+        return f"{self.exact}{self.bounded}, smoothed where doubted"
+
+    @property
+    def bounded(self) -> str:
+        """Its clip, in words."""
+        product = "H·q" if self.exact == "adjoint" else "H·Z"
+        return in_words(product, None if self.exact == "forward" and self.clip == "auto" else self.clip)
 
 
 class HybridRun:
-    """A hypergradient in progress: exact first, then perhaps smoothed."""
+    """A hypergradient in progress: by derivatives first, then perhaps smoothed."""
 
     def __init__(self, engine: Hybrid, problem: Problem, saved: dict[str, Any] | None):
         self.engine, self.problem = engine, problem
@@ -113,12 +119,11 @@ class HybridRun:
             grad[key][chosen], mean[key][chosen] = smooth.grad[key][chosen], smooth.mean[key][chosen]
             error[key][chosen] = smooth.error[key][chosen]
         count, total = sum(map(len, self.doubted.values())), sum(map(len, grad.values()))
-        bounded = in_words("H·q", self.engine.clip if self.engine.exact == "adjoint" else None)
-        said = f"{self.engine.exact}{bounded}, smoothed for {count} of {total} values"
+        said = f"{self.engine.exact}{self.engine.bounded}, smoothed for {count} of {total} values"
         return replace(exact, grad=grad, mean=mean, error=error, exact=exact.grad, status=smooth.status, engine=said)
 
     def _turn(self) -> None:
-        """From exact to smoothed, when the first is done and leaves something to the second."""
+        """From derivatives to smoothing, when the first are done and leave something to the second."""
         if self.exact is not None or not self.run.done:
             return
         self.exact = self.run.result()

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from longhorizon import seeds
-from longhorizon.engines import Forward, Greedy
+from longhorizon.engines import Adjoint, Forward, Greedy
 from longhorizon.engines.base import trainings
 from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, plain
@@ -79,7 +79,8 @@ class GreedyScheme(Method):
         return setup.horizons[0] * setup.seeds
 
     def run(self, arena: Arena) -> None:
-        clip = getattr(as_in_the_paper(arena.setup.engine), "clip", None)
+        engine = as_in_the_paper(arena.setup.engine)
+        clip = engine.clip if isinstance(engine, Forward | Adjoint | Greedy) else None
         drive(arena, Greedy(arena.setup.horizon, clip=clip))
 
 
