@@ -5,8 +5,9 @@
 LeNet on random images of MNIST's size, batch 128, seven values, one thread, processor time. The difference between a
 run with meters and one without is smaller than the noise of either, so the work of the meters is timed by itself, on
 the tangents of a real run: the largest entry of dθ/dλ per column (Forward) or of dL/dθ (Adjoint), the share of H·Z that
-a clip cuts off, and writing a row of readings. That a tangent is still finite is looked at with or without meters.
-Every step is charged one reading, though long runs are read at 256 steps only.
+a clip cuts off, how much larger the adjoint would be without one, and writing a row of readings. That a tangent is
+still finite is looked at with or without meters. Every step is charged one reading, though long runs are read at 256
+steps only.
 """
 
 import argparse
@@ -85,6 +86,13 @@ def main() -> None:
         adjoint = list(back.cotangent.params.values())
         reading = seconds(lambda: reader.largest(adjoint), repeats) + seconds(taken, repeats)
         found["adjoint"] = {"share": reading / step, "step_ms": 1000 * step}
+        back = lh.Adjoint("all", clip="auto", compile=False).begin(problem)
+        while back.phase == "train":
+            back.advance()
+        step = statistics.median(seconds(back.advance, 1) for _ in range(count))
+        whole = torch.cat([x.flatten() for x in adjoint])
+        uncut = seconds(lambda: clipping.kept_from_growing(whole, whole, whole).double().log(), repeats)
+        found["adjoint, clipped by itself"] = {"share": (reading + uncut) / step, "step_ms": 1000 * step}
     for name, row in found.items():
         print(f"{name}: meters take {100 * row['share']:.2f} % of a step of {row['step_ms']:.0f} ms")
     if not args.quick:

@@ -221,11 +221,11 @@ class Contest:
         finally:
             tests = read_tests(path)
             if len(tests) > len(one.tests):
+                here = record.environment(args.device.split(":")[0])
+                here |= {"commit": args.commit} if args.commit else {}
+                card = one.card | {"test": args.test, "tested": [*one.card.get("tested", []), here]}
                 record.write(self.kept / "settings.json", plain(self.settings))
-                record.write(
-                    self.kept / f"{name}.json",
-                    replace(one, card=one.card | {"test": args.test}, tests=tests).to_dict(),
-                )
+                record.write(self.kept / f"{name}.json", replace(one, card=card, tests=tests).to_dict())
 
     def gathered(self) -> "Gathered":
         """What all entrants have done so far, here or as it was kept; what is here is kept, too."""

@@ -9,9 +9,9 @@
 The truth is that of experiments/truth.py, read from its result; so are its estimates (exact, and the paper's clip set
 by hand). This script adds the estimators that are meant to be better, scores them all in one way, and measures what
 each costs: its processor time over that of a plain training run, one measured right after the other, the mean over
-estimates that smoothed something and such that did not; on a GPU, the
-median of its estimates' seconds over those of a plain training run. "adjoint, clip auto" is what the hybrid begins
-with; on CIFAR-10 exact ones are those that the hybrid begins with that is not clipped.
+estimates that smoothed something and such that did not; on a GPU, the median of its estimates' seconds over those of a
+plain training run. "adjoint, clip auto" is what the hybrid begins with; on CIFAR-10 exact ones are those that the
+hybrid begins with that is not clipped.
 
 Result: experiments/results/estimators-TASK.json; docs/trust.md shows them.
 """

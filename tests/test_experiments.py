@@ -332,6 +332,7 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     assert last in now["tests"]
     assert len(now["tests"]) == sum(e["best"] for e in now["evaluations"]) > 1
     assert now["card"]["test"] == "all"
+    assert len(now["card"]["tested"]) == 1  # where that was
     assert row["score"] == labels["fds-hybrid"]["score"]  # of its last choice
     with pytest.raises(SystemExit, match="--test-kept: fds-hybrid-5 is not among bohb-0, fds-adjoint-0"):
         inside("figure1", "--engine", "hybrid", "--test-kept", "--seeds", "5")

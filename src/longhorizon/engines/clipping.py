@@ -66,10 +66,15 @@ def clipped_back(
     else:
         bound = flat.new_full((), clip)
     kept = torch.minimum(torch.maximum(flat, -bound), bound)
-    free, held = (start + flat).abs().amax(), (start + kept).abs().amax()
     pieces = torch.split(kept, [x.numel() for x in product])
     bounded = [piece.view(x.shape).to(x.dtype) for piece, x in zip(pieces, product, strict=True)]
-    return bounded, [torch.where(free > held, free / held, 1.0)]
+    return bounded, [kept_from_growing(start, flat, kept)]
+
+
+def kept_from_growing(start: Tensor, product: Tensor, bounded: Tensor) -> Tensor:
+    """The factor by which a bound on what is added keeps the largest entry of a sum from growing, at least 1."""
+    free, held = (start + product).abs().amax(), (start + bounded).abs().amax()
+    return torch.where(free > held, free / held, 1.0)
 
 
 def level(product: list[Tensor], along: list[Tensor], clip: Clip) -> Tensor:
