@@ -154,14 +154,25 @@ def test_plans_fit_the_kernels(kind, most):
             assert all(4 * plan.floats <= most for plan in plans), size  # others may be too large, and are not taken
         for plan in plans:
             m = dict(plan.macros)
-            lines, width = (m["ROWS"] - 1) * m["STRIDE"] + m["TAPS"], m["SIDE"] * m["STRIDE"] + m["TAPS"] - 1
+            margin, spread = m["TAPS"] // 2, plan.name == "spread"
+            step = 1 if spread or m["TAPS"] == 1 else m["STRIDE"]
+            lines = m["ROWS"] + margin if spread else (m["ROWS"] - 1) * step + m["TAPS"]
+            width = m["SIDE"] * step + margin * (1 if spread else 2)
             assert m["SIDE"] % m["ROWS"] == 0
             assert m["IMAGES"] == 1 or (m["ROWS"] == m["SIDE"] and count % m["IMAGES"] == 0)
             assert m["IMAGES"] * lines * width * m["C"] / 8 / plan.threads <= 32, plan
             assert plan.threads % (m["C"] // 8) == 0
             assert 32 <= plan.threads <= 1024
-            tiles = m["IMAGES"] * m["ROWS"] * m["SIDE"] // 16
-            assert tiles % m["T"] == 0 if plan.name == "convolve" else m["O"] // 16 % m["T"] == 0
+            deep = 2 if m["SIDE"] == 8 and m["IMAGES"] % 2 else 1  # rows of a tile of 16 pixels
+            columns = m["IMAGES"] * m["SIDE"] * deep // 16
+            if plan.name == "weigh":
+                walk = m["ROWS"] if columns >= m["SHARES"] else m["ROWS"] * columns // m["SHARES"]
+                assert walk > 0, plan
+                assert (walk % deep, m["ROWS"] % walk, m["O"] // 16 % m["T"]) == (0, 0, 0), plan
+            else:
+                assert m["ROWS"] // deep % m["T"] == 0, plan
+                across = m["O"] // 8 // m["G"]
+                assert plan.threads == 32 * across * columns * (m["ROWS"] // deep // m["T"]), plan
             assert plan.parts * plan.per_part >= count // m["IMAGES"] * (m["SIDE"] // m["ROWS"])
 
 

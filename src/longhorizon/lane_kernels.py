@@ -34,15 +34,15 @@ _CHOSEN: dict[tuple[str, int, int, int, int], tuple[int, ...]] = {
     ("conv", 16, 16, 32, 0): (16, 1, 4, 2),
     ("turned", 16, 16, 32, 0): (16, 1, 4, 2),
     ("conv", 16, 32, 16, 1): (8, 1, 2, 4),
-    ("turned", 16, 32, 16, 1): (8, 1, 4, 4),
+    ("turned", 16, 32, 16, 1): (8, 1, 2, 4),
     ("conv", 16, 32, 16, 2): (4, 1, 1, 3),
     ("turned", 16, 32, 16, 2): (8, 1, 4, 3),
     ("conv", 32, 32, 16, 0): (16, 1, 4, 4),
     ("turned", 32, 32, 16, 0): (16, 1, 4, 4),
     ("conv", 32, 64, 8, 1): (8, 1, 4, 4),
-    ("turned", 32, 64, 8, 1): (16, 1, 4, 2),
+    ("turned", 32, 64, 8, 1): (8, 2, 2, 2),
     ("conv", 32, 64, 8, 2): (4, 1, 1, 4),
-    ("turned", 32, 64, 8, 2): (8, 1, 2, 4),
+    ("turned", 32, 64, 8, 2): (8, 2, 2, 4),
     ("conv", 64, 64, 8, 0): (8, 4, 4, 2),
     ("turned", 64, 64, 8, 0): (8, 1, 4, 4),
     ("weigh", 3, 16, 32, 0): (8, 1, 1, 4, 3),
@@ -92,26 +92,32 @@ def convolve(s: Size, turned: bool, added: bool, most: int = MOST, chosen: tuple
     """
     taps, _, stride = KINDS[s.kind]
     summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
-    side, step, up = (s.side * stride, 1, stride == 2) if turned else (s.side, stride, False)
+    spread = turned and stride == 2
+    side, step = (s.side, 1) if turned else (s.side, stride)
     known = chosen or _CHOSEN.get(("turned" if turned else "conv", s.channels, s.outputs, s.side, s.kind))
-    across, width = made // 8 // _group(made), side * step + (taps == 3) * 2
+    across = made // 8 // _group(made)
 
     def strip_of(rows: int, images: int) -> int:
-        return images * ((rows - 1) * step + taps) * width * _pitch(summed)
+        return images * _pixels(taps, step, rows, side, spread) * _pitch(summed)
 
     if chosen is None and known is not None and (s.count % known[1] or 2 * strip_of(*known[:2]) > most):
         known = None
     if known is None:
         whole = side if side == 16 and step == 1 and summed <= 32 else 8
-        pair = 2 if side == 8 and step == 1 and s.count % 2 == 0 else 1
+        pair = 2 if side == 8 and s.count % 2 == 0 else 1
         forms = [(whole, pair), (8, 1), (4, 1)]
         rows, images = next((form for form in forms if 2 * strip_of(*form) <= most), forms[-1])
         tiles, chunks = images * rows * side // 16, strip_of(rows, images) // _pitch(summed) * summed // 8
         # As many tiles for a warp as leave work for four warps, and threads enough to remember what each loads.
         each = next(
             e
-            for e in (4, 2, 1)
-            if e == 1 or (tiles % e == 0 and tiles // e * across >= 4 and chunks <= _TURNS * 32 * across * (tiles // e))
+            for e in ((2, 1) if spread else (4, 2, 1))
+            if e == 1
+            or (
+                rows // _deep(side, images) % e == 0
+                and tiles // e * across >= 4
+                and chunks <= _TURNS * 32 * across * (tiles // e)
+            )
         )
         many = max(1, min(ROOM // (2 * strip_of(rows, images)), 640 // (32 * across * (tiles // each))))
     else:
@@ -119,12 +125,11 @@ def convolve(s: Size, turned: bool, added: bool, most: int = MOST, chosen: tuple
     strip, threads = strip_of(rows, images), 32 * across * (images * rows * side // 16 // each)
     units = s.count // images * (side // rows)
     per_part = _shared_out(units, s.lanes, many)
-    macros = {**_form(taps, step, rows, images), "C": summed, "O": made, "SIDE": side, "UP": int(up)}
+    macros = {**_form(taps, stride if spread else step, rows, images), "C": summed, "O": made, "SIDE": side}
     macros |= {"T": each, "G": _group(made), "ADDED": int(added)}
     parts = -(-units // per_part)
-    return Plan(
-        "convolve", tuple(macros.items()), (parts, s.lanes, 1), threads, strip // 2, parts, per_part, source=SOURCE
-    )
+    name = "spread" if spread else "convolve"
+    return Plan(name, tuple(macros.items()), (parts, s.lanes, 1), threads, strip // 2, parts, per_part, source=SOURCE)
 
 
 def pack(s: Size, turned: bool) -> tuple[Plan, int]:
@@ -132,7 +137,7 @@ def pack(s: Size, turned: bool) -> tuple[Plan, int]:
     taps = KINDS[s.kind][0]
     summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
     words = s.lanes * taps**2 * summed * made // 2
-    macros = {**_form(taps, 1, 8, 1), "C": summed, "O": made, "REAL": s.channels, "SIDE": 8, "UP": 0, "T": 1}
+    macros = {**_form(taps, 1, 8, 1), "C": summed, "O": made, "REAL": s.channels, "SIDE": 8, "T": 1}
     macros |= {"G": _group(made), "TURNED": int(turned)}
     return Plan("pack", tuple(macros.items()), (-(-words // 256), 1, 1), 256, 0, source=SOURCE), words
 
@@ -146,11 +151,11 @@ def weigh(s: Size, most: int = MOST, chosen: tuple[int, ...] | None = None) -> P
             of a strip among them, and programs for each multiprocessor.
     """
     taps, _, stride = KINDS[s.kind]
-    across, width = min(2, s.padded // 8), s.side * stride + (taps == 3) * 2
+    across = min(2, s.padded // 8)
     known = chosen or _CHOSEN.get(("weigh", s.channels, s.outputs, s.side, s.kind))
 
     def size_of(rows: int, images: int, shares: int) -> int:
-        strip = images * ((rows - 1) * stride + taps) * width * _pitch(s.padded)
+        strip = images * _pixels(taps, stride, rows, s.side) * _pitch(s.padded)
         strip += images * rows * s.side * _pitch(s.outputs)
         return max(2 * strip, s.outputs * s.padded * taps**2 * 4 if shares > 1 else 0)
 
@@ -169,7 +174,7 @@ def weigh(s: Size, most: int = MOST, chosen: tuple[int, ...] | None = None) -> P
     units = s.count // images * (s.side // rows)
     per_part = _shared_out(units, s.lanes, many)
     macros = {**_form(taps, stride, rows, images), "C": s.padded, "O": s.outputs, "REAL": s.channels, "SIDE": s.side}
-    macros |= {"UP": 0, "T": tiles, "G": across, "SHARES": shares}
+    macros |= {"T": tiles, "G": across, "SHARES": shares}
     parts = -(-units // per_part)
     return Plan(
         "weigh",
@@ -213,6 +218,19 @@ def _most(device: torch.device) -> int:
 
 def _form(taps: int, stride: int, rows: int, images: int) -> dict[str, int]:
     return {"TAPS": taps, "STRIDE": stride, "ROWS": rows, "IMAGES": images}
+
+
+def _pixels(taps: int, stride: int, rows: int, side: int, spread: bool = False) -> int:
+    """Of a strip in shared memory; as in the kernels."""
+    if spread:
+        return (rows + (taps == 3)) * (side + (taps == 3))
+    step = stride if taps == 3 else 1
+    return ((rows - 1) * step + taps) * (side * step + (taps == 3) * 2)
+
+
+def _deep(side: int, images: int) -> int:
+    """Rows of a tile; as in the kernels."""
+    return 2 if side == 8 and images % 2 else 1
 
 
 def _group(made: int) -> int:
