@@ -84,12 +84,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared", action="store_true", help="others work on the device too: seconds are too long")
 
 
-def one_of_them(parser: argparse.ArgumentParser) -> None:
-    """Which entrant a script looks at that comes after figure1.py."""
-    parser.add_argument("--label", default="fds-forward-clip10", help="which entrant of figure1.py")
-    parser.add_argument("--seed", type=int, default=0, help="of that entrant")
-
-
 class Contest:
     """The protocol, and a folder of entrants.
 

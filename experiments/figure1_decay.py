@@ -21,7 +21,8 @@ import longhorizon as lh
 def main() -> None:
     parser = record.arguments(__doc__ or "", "figure1_decay")
     contest.options(parser)
-    contest.one_of_them(parser)
+    parser.add_argument("--label", default="fds-forward-clip10", help="which entrant of figure1.py")
+    parser.add_argument("--seed", type=int, default=0, help="of that entrant")
     parser.add_argument("--decays", default="0,2e-4,4e-4,8e-4", help="with commas between them")
     args = record.parse(parser)
     decays = numbers("--decays", args.decays, float)

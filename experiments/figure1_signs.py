@@ -14,7 +14,8 @@ Paper:   nothing of the kind.
 
 The truth is a slope over a finite distance (learning rates by 30 %, at least 0.01; momentum by 0.1; weight decay by a
 half, at least 1e-4), from a factorial design of 24 pairs, each with a seed of its own (docs/trust.md), none of them
-FDS's. One that is less than two standard errors from zero is not counted. Points that are in the result stay there.
+FDS's. One that is less than two standard errors from zero is not counted. Points that are in the result stay there,
+and are not measured again.
 """
 
 from typing import Any
@@ -35,7 +36,8 @@ SEED = 1_000_003  # far from those of tuning
 def main() -> None:
     parser = record.arguments(__doc__ or "", "figure1_signs")
     contest.options(parser)
-    contest.one_of_them(parser)
+    parser.add_argument("--label", default="fds-forward-clip10", help="entrants of figure1.py, with commas")
+    parser.add_argument("--seeds", default="0", help="of each entrant, with commas between them")
     parser.add_argument("--at", default="1,9", help="outer steps, from 0, with commas between them")
     parser.add_argument("--epochs-of", type=float, help="of the runs; without it, as long as that outer step's")
     parser.add_argument("--pairs", type=int, default=24, help="of runs per point; at least as many as values")
@@ -45,37 +47,69 @@ def main() -> None:
     if args.pairs < 1:
         raise SystemExit(f"--pairs {args.pairs}: expected at least 1.")
     one = contest.Contest(args, "figure1", windows=7)
-    found = one.gathered()
-    own = one.outer_steps_of(args.label, args.seed)
     values = sum(hyper.windows for hyper in one.hypers.values())
     pairs = len(hadamard(max(values, 1 if args.smoke else args.pairs)))  # the size that there is a design for
+    seeds, at = numbers("--seeds", args.seeds, int), numbers("--at", args.at, int)
+    wanted = [
+        Point(label, seed, index, own, args.epochs_of, one.epoch, pairs)
+        for label in args.label.split(",")
+        for seed in seeds
+        for own in [one.outer_steps_of(label, seed)]
+        for index in at
+    ]
+    found, traces = one.gathered(), lh.Traces()
     work = record.Work(args, "figure1_signs", one.settings)
     kept = record.known("figure1_signs", args, one.settings)
     before = kept["seconds"] - work.seconds() if kept else 0.0
-    for index in numbers("--at", args.at, int):
+    there = {_which(point): point for point in kept["points"]} if kept else {}
+    try:
+        for point in wanted:
+            if point.which in there:
+                say(f"{point.name}: in the result already")
+                continue
+            say(f"{point.name}: {2 * pairs} training runs")
+            row = work.unit(point.name, lambda p=point: measured(one, p, found, traces))
+            say(f"{point.name}: {row['right']} of {row['sure']} signs right, of {row['values']} values")
+    finally:  # also when it is stopped: the result is of what is there
+        made = [work.unit(path.stem, dict) for path in sorted(work.folder.glob("fds*.json"))]
+        there |= {_which(point): point for point in made}
+        points = [there[key] for key in sorted(there)]
+        if points:
+            content = {"settings": one.settings, "seconds": before + work.seconds(), "points": points}
+            record.finish(args, "figure1_signs", content, kept)
+
+
+class Point:
+    """Where signs are judged: what an entrant was at before an outer step, and what it did there.
+
+    Args:
+        label, seed: the entrant.
+        index: of the outer step.
+        own: all outer steps of the entrant.
+        epochs: of the training runs; None for as long as that outer step's.
+        epoch: steps of one.
+        pairs: of runs.
+    """
+
+    def __init__(
+        self, label: str, seed: int, index: int, own: list[Evaluation], epochs: float | None, epoch: int, pairs: int
+    ):
         if index + 1 >= len(own):
-            raise SystemExit(f"--at {index}: {args.label} has the outer steps 0 to {len(own) - 2}.")
-        steps = own[index].steps if args.epochs_of is None else max(7, round(args.epochs_of * one.epoch))
-        name = f"{args.label}-{args.seed}-at{index}-of{steps}-pairs{pairs}"
-        say(f"{name}: {2 * pairs} training runs")
-        point = work.unit(name, lambda i=index, n=steps: measured(one, own, found, i, n, pairs))
-        say(f"{name}: {point['right']} of {point['sure']} signs right, of {point['values']} values")
-    points = [work.unit(path.stem, dict) for path in sorted(work.folder.glob("fds*.json"))]
-    here = {_which(point) for point in points}
-    points += [point for point in (kept["points"] if kept else []) if _which(point) not in here]
-    content = {"settings": one.settings, "seconds": before + work.seconds(), "points": sorted(points, key=_which)}
-    record.finish(args, "figure1_signs", content, kept)
+            raise SystemExit(f"--at {index}: {label} has the outer steps 0 to {len(own) - 2}.")
+        self.index, self.pairs = index, pairs
+        self.at, self.after = own[index], own[index + 1]
+        self.steps = self.at.steps if epochs is None else max(7, round(epochs * epoch))
+        self.which = label, seed, index, self.steps, pairs
+        self.name = f"{label}-{seed}-at{index}-of{self.steps}-pairs{pairs}"
 
 
 def _which(point: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(point[name] for name in ("method", "seed", "index", "steps", "pairs"))
 
 
-def measured(
-    one: contest.Contest, own: list[Evaluation], found: contest.Gathered, index: int, steps: int, pairs: int
-) -> dict[str, Any]:
+def measured(one: contest.Contest, point: Point, found: contest.Gathered, traces: lh.Traces) -> dict[str, Any]:
     """The truth at the values of an outer step, and what FDS did there."""
-    at, after = own[index], own[index + 1]
+    at, after, index = point.at, point.after, point.index
     hypers = {
         key: lh.Hyper(list(at.values[key]), windows=hyper.windows, step=hyper.step) for key, hyper in one.hypers.items()
     }
@@ -84,10 +118,11 @@ def measured(
         one.task,
         one.rule,
         hypers,
-        steps=steps,
-        engine=lh.Factorial(distance, pairs),
+        steps=point.steps,
+        engine=lh.Factorial(distance, point.pairs),
         seed=SEED + index,
         precision=one.args.precision,
+        traces=traces,
     )
     assert truth.error is not None
     seen = next((s for s in found.outer_steps.get((at.method, at.seed), []) if s["index"] == index), None)
@@ -110,9 +145,9 @@ def measured(
         "method": at.method,
         "seed": at.seed,
         "index": index,
-        "steps": steps,
+        "steps": point.steps,
         "steps_of_fds": at.steps,
-        "pairs": pairs,
+        "pairs": point.pairs,
         "val_loss": rounded(truth.val_loss),
         "values": len(every),
         "sure": len(counted),
