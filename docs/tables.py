@@ -214,11 +214,15 @@ def trust_tune() -> str:
     return _table([*head, "inner steps", "time in plain runs"], rows)
 
 
+SIGNS = (("right", "sure"), ("undoubted_right", "undoubted"))
+
+
 def trust_figure1() -> str:
     """The same on CIFAR-10: what the ways to estimate hypergradients come to; seconds of seeds that ran alone."""
     found = json.loads((EXPERIMENTS / "figure1.json").read_text())
+    points = json.loads((EXPERIMENTS / "figure1_signs.json").read_text())["points"]
     names = {"fds-forward-clip10": "clip 10", "fds-hybrid": "hybrid, not clipped", "fds-smoothed": "smoothed"}
-    rows = []
+    rows, last = [], found["settings"]["outer_steps"] - 1
     for start, name in names.items():
         cards = [c for c in found["entrants"] if c["label"].startswith(start) and c.get("growth") == 1.5]
         cards = [card for card in cards if card["label"] == cards[0]["label"]]
@@ -230,8 +234,11 @@ def trust_figure1() -> str:
         for row in own:
             accuracy = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f}"
             precision = cards[0]["precision"]
-            rows.append([name, precision, accuracy, str(row["seeds"]), ", ".join(seconds)])
-    return _table(["estimates", "plain runs in", "test accuracy, %", "seeds", "seconds of a search, by seed"], rows)
+            near_end = [p for p in points if (p["method"], p["index"]) == (row["method"], last)]
+            signs = [f"{sum(p[a] for p in near_end)} of {sum(p[b] for p in near_end)}" for a, b in SIGNS]
+            rows.append([name, precision, accuracy, str(row["seeds"]), ", ".join(seconds), *signs])
+    head = ["estimates", "plain runs in", "test accuracy, %", "seeds", "seconds of a search, by seed"]
+    return _table([*head, "signs right before the last outer step", "of these, not doubted"], rows)
 
 
 def meters() -> str:

@@ -168,15 +168,26 @@ def _gain(told: dict[str, Any], seeds: int) -> str:
     return f"{100 * told['gain']:.0f} %" if told["gain"] > 0 else f"less than {seeds} seeds can tell from 0 %"
 
 
+UNDOUBTED = ("undoubted_right", "undoubted")
+
+
 def _signs(found: dict[str, Any] | None) -> str:
     if found is None:
         return NOT_RUN
+    kinds: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     epoch = found["settings"]["steps_per_epoch"]
-    return "; ".join(
-        f"{p['method']}, seed {p['seed']}, outer step {p['index'] + 1}, on {p['steps'] / epoch:g} epochs: "
-        f"{p['right']} of {p['sure']} that are sure ({p['values']} values)"
-        for p in found["points"]
-    )
+    for p in found["points"]:
+        kinds.setdefault((p["method"], p["index"] + 1, f"{p['steps'] / epoch:g}"), []).append(p)
+    said = []
+    for (method, outer_step, epochs), points in kinds.items():
+        count = {name: sum(p.get(name, 0) for p in points) for name in ("right", "sure", *UNDOUBTED)}
+        text = (
+            f"{method}, outer step {outer_step}, on {epochs} epochs: {count['right']} of {count['sure']} that are sure"
+        )
+        if all(name in p for name in UNDOUBTED for p in points):
+            text += f", {count[UNDOUBTED[0]]} of {count[UNDOUBTED[1]]} where it did not doubt its own"
+        said.append(f"{text} ({len(points)} seed{'s' * (len(points) > 1)} of {points[0]['values']} values)")
+    return "; ".join(said)
 
 
 def _decay(found: dict[str, Any] | None) -> list[str]:

@@ -286,7 +286,7 @@ def test_scripts_need_no_extras():
             assert not any(f"import {name}" in text for name in ("matplotlib", "plotly", "rich", "sklearn", "click"))
 
 
-def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
+def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside, monkeypatch):
     """Entrants in several calls, and in all engines, come together in one result."""
     import plot
     import tables
@@ -343,6 +343,18 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     assert followed == [(g > 0) - (g < 0) for g in seen["mean"]["lr"]]
     assert all(p["right"] <= p["sure"] <= p["values"] for p in signs["points"])
     (tmp_path / "results" / "figure1_signs.json").write_text(json.dumps(signs))
+    module, asked = importlib.import_module("figure1_signs"), []
+    measured = module.measured
+    monkeypatch.setattr(
+        module, "measured", lambda one, point, *more: asked.append(point.which) or measured(one, point, *more)
+    )
+    shutil.rmtree(tmp_path / "work" / "figure1_signs-smoke")  # what is known is in the result
+    more = inside("figure1_signs", "--label", "fds-forward-clip10,fds-adjoint", "--seeds", "0", "--at", "2,0")
+    assert {which[0] for which in asked} == {"fds-adjoint"}
+    assert len(asked) == 2
+    assert [p for p in more["points"] if p["method"] == "fds-forward-clip10"] == signs["points"]
+    assert more["seconds"] > signs["seconds"]
+    shutil.rmtree(tmp_path / "work" / "figure1_signs-smoke")
     with pytest.raises(SystemExit, match="--at 9: fds-adjoint has the outer steps 0 to 2"):
         inside("figure1_signs", "--label", "fds-adjoint", "--at", "9")
     with pytest.raises(SystemExit, match="--label nobody --seed 0: not in .*there is bohb"):
@@ -367,7 +379,8 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside):
     text = tables.table(tmp_path / "results")
     assert "regret 0.00 against the best of grid-halving" not in text  # the grid is no row of Figure 1
     assert "against the best of grid-halving" in text
-    assert "fds-forward-clip10, seed 0, outer step 3" in text
+    assert "fds-forward-clip10, outer step 3, on " in text
+    assert "that are sure, " in text
     assert "| with weight decay 0, 0.001 |" in text
     figure, learnt = plot.figure1(both, tmp_path)
     for one in (figure, learnt):
