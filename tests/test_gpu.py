@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import column_products
 import longhorizon as lh
-from longhorizon import compile, convolution, kernels, lane_kernels, lanes, norm_kernels, seeds
+from longhorizon import compile, lanes, seeds
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals import rows, space
 from longhorizon.rivals.descent import Descent
@@ -76,55 +75,6 @@ def test_the_gpu_gives_what_the_cpu_gives(engine, reference):
 @pytest.mark.parametrize("engine", [lh.Forward(compile=True), lh.Adjoint(store="all", compile=True)], ids=repr)
 def test_float32_is_near_float64(engine, reference):
     assert_close(hypergradient(engine, dtype=torch.float32), reference, 1e-3)
-
-
-@pytest.mark.parametrize("kind", range(len(kernels.KINDS)))
-@pytest.mark.parametrize(
-    ("channels", "outputs", "side", "pairs", "tf32"),
-    [
-        (16, 16, 32, "both", False),
-        (32, 32, 16, "both", False),
-        (64, 64, 8, "both", False),
-        (16, 32, 16, "both", False),
-        (16, 32, 16, "both", True),
-        (16, 32, 8, "own", False),
-        (16, 32, 8, "shared", False),
-        (3, 16, 8, "both", False),
-    ],
-)
-def test_the_convolutions_of_columns_are_accurate(channels, outputs, side, pairs, tf32, kind):
-    """Against float64. Each product may be missing; a part of the images is left over in the sums of weights."""
-    generator = torch.Generator().manual_seed(0)
-    taps, _, stride = kernels.KINDS[kind]
-    columns, count = 3, 261
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).cuda()
-
-    large, small = (channels, side * stride, side * stride), (outputs, side, side)
-    weight = outputs, channels, taps, taps
-    convolve, spread, weigh, precise = convolution.operations()
-    products = {
-        convolve: (column_products.convolved, large, weight),
-        weigh: (column_products.weighed, large, small),
-    }
-    if stride == 2 and channels >= 16:
-        products[spread] = (column_products.spread, small, weight)
-    for op, (meaning, image, other) in products.items():
-        shared = () if other is weight else (count,)
-        own = [draw(columns, count, *image), draw(*shared, *other)]
-        common = [draw(count, *image), draw(columns, *shared, *other)]
-        given = [*(own if pairs != "shared" else [None, None]), *(common if pairs != "own" else [None, None])]
-        exact = meaning([None if x is None else x.double() for x in given], kind, False)
-        found = op(*given, kind, tf32)
-        assert (found - exact).norm() <= (1e-3 if tf32 else 3e-5) * exact.norm(), op
-        if pairs == "own":  # each column with its own
-            given[1] = draw(columns, *shared, *other)
-            exact = meaning([None if x is None else x.double() for x in given], kind, False)
-            assert (op(*given, kind, tf32) - exact).norm() <= 3e-5 * exact.norm(), op
-    image, kernel = draw(count, *large), draw(*weight)
-    found, exact = precise(image, kernel, kind), column_products.precise(image, kernel, kind)
-    assert (found - exact).norm() <= 1e-8 * exact.norm()  # the same bits, but for a rounding here and there
 
 
 def test_seeding_leaves_nothing_behind():
@@ -285,64 +235,6 @@ def test_training_runs_side_by_side_are_near_single_ones():
                 state, loss = one.train_step(state, t)
                 assert float(losses[t, i]) == pytest.approx(float(loss.detach()), rel=1e-3)
     assert len(traces) == 1
-
-
-@pytest.mark.parametrize("kind", range(len(kernels.KINDS)))
-@pytest.mark.parametrize("count", [256, 13])
-@pytest.mark.parametrize(
-    ("channels", "outputs", "side"), [(3, 16, 16), (16, 16, 16), (16, 32, 16), (32, 32, 8), (32, 64, 8), (64, 64, 8)]
-)
-def test_the_convolutions_of_lanes_are_what_torch_makes(channels, outputs, side, count, kind):
-    """Of the same bfloat16 numbers, so that only the order of sums differs, and a last bit here and there."""
-    generator = torch.Generator().manual_seed(0)
-    taps, _, stride = kernels.KINDS[kind]
-    convolve, weigh = lane_kernels.operations()
-
-    def draw(*shape):
-        return torch.randn(3, *shape, generator=generator).cuda()
-
-    images = draw(count, side * stride, side * stride, max(8, channels)).bfloat16()
-    images[..., channels:] = 0
-    weights, grads = draw(outputs, channels, taps, taps), draw(count, side, side, outputs).bfloat16()
-    given = [(images, weights, None, kind, False), (images, weights, grads, kind, False)]
-    given += [(grads, weights, None, kind, True)] if channels >= 16 else []
-    for args in given:
-        exact = lane_kernels._convolved_plainly(*args).double()
-        assert (convolve(*args) - exact).norm() <= 1e-3 * exact.norm()
-    exact = lane_kernels._weighed(images.cpu(), grads.cpu(), kind, channels).cuda()
-    assert (weigh(images, grads, kind, channels) - exact).norm() <= 1e-5 * exact.norm()
-
-
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize(
-    ("lanes", "count", "side", "channels"),
-    [(3, 256, 32, 16), (25, 256, 8, 64), (2, 3, 5, 8), (3, 7, 9, 256), (600, 2, 4, 32), (1, 1, 1, 128)],
-)
-def test_the_passes_of_batch_norm_are_what_torch_makes(lanes, count, side, channels, relu):
-    """Of the same bfloat16 numbers, so that only the order of sums differs, and a last bit here and there."""
-    generator = torch.Generator().manual_seed(0)
-    images = (3 + torch.randn(lanes, count, side, side, channels, generator=generator)).bfloat16()
-    grads, other = (torch.randn(images.shape, generator=generator).bfloat16() for _ in range(2))
-    scale, offset, slope, rest = (torch.randn(lanes, channels, generator=generator) for _ in range(4))
-    ops = norm_kernels.operations()
-    mean = ops.moments(images)[0]
-    for op, args, within in (
-        (ops.moments, (images,), 1e-5),
-        (ops.scaled, (images, scale, offset, relu), 1e-3),
-        (ops.slopes, (images, grads, scale, offset, mean, relu), 1e-5),
-        (ops.unscaled, (images, grads, None, scale, offset, slope, rest, relu), 1e-3),
-        (ops.unscaled, (images, grads, other, scale, offset, slope, rest, relu), 1e-3),
-    ):
-        exact = op(*args).double()
-        found = op(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args)).double().cpu()
-        assert (found - exact).norm() <= within * exact.norm()
-
-
-def test_constant_channels_have_no_variance():
-    images = torch.full((2, 4, 8, 8, 16), 3.7).cuda().bfloat16()
-    mean, var = norm_kernels.operations().moments(images)
-    assert bool((var == 0).all())
-    assert bool((mean == images[0, 0, 0, 0, 0].float()).all())
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")

@@ -136,6 +136,11 @@ def weigh(s: Size) -> Plan:
     )
 
 
+def take(x: Tensor) -> bool:
+    """Whether a tensor is where kernels run."""
+    return x.is_cuda
+
+
 def prepare(plan: Plan, device: torch.device) -> None:
     """Begin to build."""
     _begin(plan.source, plan.name, plan.macros, device)

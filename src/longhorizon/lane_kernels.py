@@ -292,7 +292,7 @@ def _shape_of_convolution(images: Tensor, weights: Tensor, other: Tensor | None,
 
 
 def _convolved(images: Tensor, weights: Tensor, other: Tensor | None, kind: int, turned: bool) -> Tensor:
-    if not images.is_cuda:
+    if not kernels.take(images):
         return _convolved_plainly(images, weights, other, kind, turned)
     size = _size_of_convolution(images, weights, kind, turned)
     plan, words = pack(size, turned)
@@ -331,7 +331,7 @@ def _shape_of_gradient(images: Tensor, grads: Tensor, kind: int, channels: int) 
 
 def _weighed(images: Tensor, grads: Tensor, kind: int, channels: int) -> Tensor:
     result = _shape_of_gradient(images, grads, kind, channels)
-    if not images.is_cuda:
+    if not kernels.take(images):
         _, padding, stride = KINDS[kind]
         pairs = zip(images.float().movedim(-1, -3), grads.float().movedim(-1, -3), strict=True)
         form = result.shape[1:]

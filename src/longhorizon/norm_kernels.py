@@ -122,7 +122,7 @@ def _shape_of_images(images: Tensor, *_: Any) -> Tensor:
 
 
 def _moments(images: Tensor) -> Tensor:
-    if not images.is_cuda:
+    if not kernels.take(images):
         var, mean = torch.var_mean(images.float(), (1, 2, 3), correction=0)
         return torch.stack((mean, var))
     s, result = Size.of(images), _shape_of_sums(images)
@@ -135,7 +135,7 @@ def _moments(images: Tensor) -> Tensor:
 
 
 def _scaled(images: Tensor, scale: Tensor, offset: Tensor, relu: bool) -> Tensor:
-    if not images.is_cuda:
+    if not kernels.take(images):
         made = images.float() * _spread(scale) + _spread(offset)
         return (made.relu() if relu else made).to(images.dtype)
     s, result = Size.of(images), _shape_of_images(images)
@@ -145,7 +145,7 @@ def _scaled(images: Tensor, scale: Tensor, offset: Tensor, relu: bool) -> Tensor
 
 
 def _slopes(images: Tensor, grads: Tensor, scale: Tensor, offset: Tensor, mean: Tensor, relu: bool) -> Tensor:
-    if not images.is_cuda:
+    if not kernels.take(images):
         grads = _kept(images, grads, scale, offset, relu)
         return torch.stack((grads.sum((1, 2, 3)), (grads * (images.float() - _spread(mean))).sum((1, 2, 3))))
     s, result = Size.of(images), _shape_of_sums(images)
@@ -167,7 +167,7 @@ def _unscaled(
     rest: Tensor,
     relu: bool,
 ) -> Tensor:
-    if not images.is_cuda:
+    if not kernels.take(images):
         kept = _kept(images, grads, scale, offset, relu)
         made = kept * _spread(scale) + images.float() * _spread(slope) + _spread(rest)
         return (made if other is None else made + other.float()).to(images.dtype)
