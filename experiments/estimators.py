@@ -3,6 +3,7 @@
     python experiments/estimators.py                     all tasks whose truth is there
     python experiments/estimators.py --task digits-hot   one of them; cifar-5 and cifar-10 on a GPU
     python experiments/estimators.py --keep              scores those of the result once more, and makes what is missing
+    python experiments/estimators.py --keep --estimates 48 --make hybrid    more of one kind than the result has
     python experiments/estimators.py --task cifar-5 --precision bf16 --make hybrid
         only makes these estimates: several calls with one --work compile side by side and take turns with what is timed
 
@@ -193,7 +194,7 @@ def one(args: Any, name: str) -> None:
     path = args.truth or RESULTS / f"truth-{name}.json"
     if args.smoke:
         path = args.work / f"truth-{name}-smoke.json"
-    if not path.exists() and not args.make:
+    if not path.exists() and (args.keep or not args.make):
         say(f"{name}: no truth yet, run python experiments/truth.py --task {name}")
         return
     task, hypers = setting(args, name)
@@ -203,26 +204,26 @@ def one(args: Any, name: str) -> None:
     on = on_device(args, name).partition(":")[0]
     if on == "cpu":
         torch.set_num_threads(1)
-    count, clocked = (
-        (2, 1) if args.smoke else (args.estimates or min(24, TASKS[name].estimates), CLOCKED[TASKS[name].data])
-    )
+    count = args.estimates or (2 if args.smoke else min(24, TASKS[name].estimates))
+    clocked = 1 if args.smoke else CLOCKED[TASKS[name].data]
     of = {} if rough == "float32" else {"precision": rough}
     work = Work(args, f"estimators-{name}", {"task": name, "steps": steps, "distance": DISTANCE} | of)
 
-    def made(label: str, engine: Any) -> list[dict[str, Any]]:
+    def made(label: str, engine: Any, there: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those that are there, and the seeds after them."""
         several = min(count, FEWER.get(label, count)) if name in FOR_A_GPU else count
-        rows = []
-        for seed in range(several):
-            with nullcontext() if seed == 0 else turn(args, on):  # the first one compiles
+        rows = list(there)
+        for seed in range(len(there), several):
+            with nullcontext() if seed == len(there) else turn(args, on):  # the first one compiles
                 unit = work.unit(
                     f"{label}-{seed}", lambda s=seed: estimate(task, hypers, steps, engine, s, traces, rough)
                 )
             rows.append(unit)
         return rows
 
-    if args.make:
+    if args.make and not args.keep:
         for label in args.make:
-            made(label, engines(hypers, name, args.smoke)[label])
+            made(label, engines(hypers, name, args.smoke)[label], [])
             say(f"{name}: {label}: made")
         return
     found = json.loads(path.read_text())
@@ -237,7 +238,9 @@ def one(args: Any, name: str) -> None:
     rows: dict[str, Any] = dict(found["estimates"])
     sureness = {}
     for label, engine in engines(hypers, name, args.smoke).items():
-        rows[label] = rows.get(label) or kept["estimates"].get(label) or made(label, engine)
+        there = kept["estimates"].get(label, [])
+        more = not there or (args.estimates and label in (args.make or [label]))
+        rows[label] = rows.get(label) or (made(label, engine, there) if more else there)
         if all("error" in row for row in rows[label]):
             sureness[label] = {str(z): sure(rows[label], true, z) for z in (1.0, 2.0)}
         said = score(stacked(rows[label]), true)
@@ -290,11 +293,14 @@ def main() -> None:
     parser.add_argument(
         "--estimates",
         type=int,
-        help="of each that this script adds; 24 for digits, 12 for MNIST, 6 for CIFAR-10 without it",
+        help="of each that this script adds; 24 for digits, 12 for MNIST, 6 for CIFAR-10 without it; those kept count",
     )
     parser.add_argument("--keep", action="store_true", help="take what is in the result already from there")
     parser.add_argument(
-        "--make", action="append", metavar="LABEL", help="only make the estimates of this name, of --task"
+        "--make",
+        action="append",
+        metavar="LABEL",
+        help="only make the estimates of this name, of --task; with --keep more",
     )
     parser.add_argument(
         "--precision", choices=["float32", "bf16"], default="float32", help="of plain training runs, as for the truth"

@@ -503,6 +503,11 @@ def test_estimates_for_a_gpu_are_made_in_pieces(tmp_path, monkeypatch, capsys):
     hybrid, exact = result["estimates"]["hybrid, not clipped"][0], result["estimates"]["exact"][0]
     assert exact["grad"] == hybrid.get("exact", hybrid["grad"])
     assert result["cost"].keys() == {"clip 10", "smoothed", "hybrid", "hybrid, not clipped"}
+    call("estimators", "--keep", "--estimates", 3, "--make", "smoothed")  # more, to those that are there
+    more = json.loads((tmp_path / "estimators-cifar-5-smoke.json").read_text())
+    assert more["estimates_made"] == result["estimates_made"] | {"smoothed": 3}
+    assert more["estimates"]["smoothed"][:2] == result["estimates"]["smoothed"]
+    assert len({str(row["grad"]) for row in more["estimates"]["smoothed"]}) == 3
     with pytest.raises(SystemExit, match="nobody: --task cifar-5 has smoothed, hybrid, hybrid, not clipped, clip 10"):
         call("estimators", "--make", "nobody")
 
