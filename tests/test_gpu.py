@@ -12,6 +12,7 @@ from longhorizon import compile, lanes, seeds
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals import rows, space
 from longhorizon.rivals.descent import Descent
+from longhorizon.rivals.descents import Descents
 from longhorizon.rivals.training import Counter
 
 pytestmark = [
@@ -248,6 +249,27 @@ def test_training_runs_in_bfloat16_are_near_float32():
             found.append(torch.stack([row.step(t) for t in range(8)]))
     assert found[1].cpu() == pytest.approx(found[0].cpu(), rel=2e-2)
     assert not torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")
+def test_hypergradient_descent_side_by_side_is_near_single_runs():
+    hypers = {key: lh.Hyper(float(hyper.values()[0])) for key, hyper in HYPERS.items()}
+    traces, singles = lh.Traces(), []
+    with environment():
+        for seed in range(3):
+            single = Descent(make_problem(picture_task(), lh.sgd(), hypers, 8, seed), Counter())
+            while single.t < 8:
+                single.advance()
+            singles.append(single.learnt())
+    for precision, within in (("float32", 1e-3), ("bf16", 5e-2)):
+        with environment(precision):
+            made = [make_problem(picture_task(), lh.sgd(), hypers, 8, seed, traces=traces) for seed in range(3)]
+            row = Descents(made, None, 8, 10_000)
+            for t in range(8):
+                row.step(t)
+        for i, single in enumerate(singles):
+            for key, values in row.learnt(i, 8).items():
+                assert values == pytest.approx(single[key], rel=within, abs=within * 0.01), (precision, key)
 
 
 @pytest.mark.filterwarnings("error::longhorizon.compile.TraceMismatch")

@@ -10,6 +10,7 @@ import longhorizon as lh
 from longhorizon import tree
 from longhorizon.problem import environment, make_problem
 from longhorizon.rivals.descent import Descent, one_step_hypergradient
+from longhorizon.rivals.descents import Descents
 from longhorizon.rivals.training import Counter
 from rivals_task import make_task
 
@@ -169,3 +170,28 @@ def test_the_compiled_halves_of_a_step_do_the_same():
     for key in hypers:
         assert torch.allclose(run.trace[key], plain.trace[key], rtol=1e-5)
         assert run.trace[key][-1] != run.trace[key][0]
+
+
+def test_runs_side_by_side_are_single_runs():
+    """Traced, each from its own values, with a lane to spare; one of them diverges."""
+    starts = [(0.1, 0.3), (0.02, 0.8), (1e9, 0.0)]
+    single, problems, traces = [], [], lh.Traces()
+    with environment():
+        for seed, (lr, momentum) in enumerate(starts):
+            hypers = {"lr": lh.Hyper(lr), "momentum": lh.Hyper(momentum, high=0.9), "weight_decay": lh.Hyper(1e-3)}
+            problems.append(make_problem(make_task(), lh.sgd(), hypers, 12, seed, traces=traces))
+            run = Descent(make_problem(make_task(), lh.sgd(), hypers, 12, seed), Counter())
+            while run.t < 12:
+                run.advance()
+            single.append(run)
+        row = Descents(problems, None, 4, 10**9)
+        losses = [row.step(t) for t in range(12)]
+        assert sorted(key[0][0] for key in problems[0].inner.cache) == ["hd gradients", "hd slopes", "hd update"]
+        for i, run in enumerate(single[:2]):
+            for key, values in row.learnt(i, 12).items():
+                assert values == pytest.approx(run.learnt()[key], rel=1e-4), key
+                assert values[-1] != values[0]
+            for own, alone in zip(tree.leaves(row.lane(i)), tree.leaves(run.weights()), strict=True):
+                assert torch.allclose(own, alone, rtol=1e-4, atol=1e-5)
+    assert not torch.stack(losses)[:, 2].isfinite().all()
+    assert torch.stack(losses)[:, :2].isfinite().all()

@@ -39,9 +39,9 @@ class Lanes:
     def __init__(self, problems: Sequence[Problem], start: State | None = None, count: int = 0, steps: int = 0):
         self.problems = list(problems)
         first, spare = self.problems[0], max(0, count - len(self.problems))
-        self._all = [*self.problems, *[self.problems[-1]] * spare]
-        self.state: State = _stacked([p.start for p in self._all]) if start is None else start
-        self._values = {key: pad_sequence([p.on_device[key] for p in self._all], True) for key in first.hypers}
+        self.in_lanes = [*self.problems, *[self.problems[-1]] * spare]  # the last one again in those to spare
+        self.state: State = stacked([p.start for p in self.in_lanes]) if start is None else start
+        self._values = {key: pad_sequence([p.on_device[key] for p in self.in_lanes], True) for key in first.hypers}
         steps = steps or first.steps
         on_cpu = first.device.type == "cpu"
         self._traced = steps >= compile.WORTH_TRACING if on_cpu else first.worth_compiling(steps)
@@ -52,25 +52,40 @@ class Lanes:
 
     def step(self, t: int | Sequence[int]) -> Tensor:
         """Take all runs a step further, from one step or each from its own; returns the losses before it."""
-        first, at = self.problems[0], [t] * len(self._all) if isinstance(t, int) else [*t]
-        at += at[-1:] * (len(self._all) - len(at))
-        if any(p.inner is not first.inner for p in self.problems):
+        at = [t] * len(self.in_lanes) if isinstance(t, int) else [*t]
+        at += at[-1:] * (len(self.in_lanes) - len(at))
+        given = self.given(at)
+        if given is None:
             return self._one_by_one(at)
+        batch, hypers, usual = given
+        with cuda.half() if self._half else nullcontext():
+            self.state, losses = self.traced(batched(self.problems[0]), "lanes", at, usual)(self.state, batch, hypers)
+        found: Tensor = losses[: len(self.problems)]
+        return found.detach()
+
+    def given(self, at: Sequence[int]) -> tuple[Any, dict[str, Tensor], bool] | None:
+        """What a step is given: batches and hyperparameters, stacked, and whether they are of the usual shape.
+
+        None where runs have to be taken one by one.
+        """
+        first = self.problems[0]
+        if any(p.inner is not first.inner for p in self.problems):
+            return None
         batch, forms = self._joined(at), {self._form}
         if batch is None:
             batches = self._batches(at)
             forms = {_form(batch) for batch in {id(batch): batch for batch in batches}.values()}
             if len(forms) > 1:
-                return self._one_by_one(at)
-            batch = _stacked(batches)
-        hypers = {key: self._hyper(key, values, at) for key, values in self._values.items()}
-        step: Callable[..., Any] = batched(first)
-        if self._traced and forms == {self._form}:
-            step = compile.traced(step, first.inner.cache, ("lanes", len(self._all)), lambda: first.seed_step(at[0]))
-        with cuda.half() if self._half else nullcontext():
-            self.state, losses = step(self.state, batch, hypers)
-        found: Tensor = losses[: len(self.problems)]
-        return found.detach()
+                return None
+            batch = stacked(batches)
+        return batch, {key: self._hyper(key, values, at) for key, values in self._values.items()}, forms == {self._form}
+
+    def traced(self, fn: Callable[..., Any], name: str, at: Sequence[int], usual: bool = True) -> Callable[..., Any]:
+        """A function of all lanes, traced where that pays."""
+        first = self.problems[0]
+        if not (self._traced and usual):
+            return fn
+        return compile.traced(fn, first.inner.cache, (name, len(self.in_lanes)), lambda: first.seed_step(at[0]))
 
     def put(self, i: int, problem: Problem, state: State) -> None:
         """Another run in a lane, where it begins or goes on."""
@@ -79,17 +94,17 @@ class Lanes:
             for key, values in self._values.items()
         }
         state = tree.map(lambda x, own: _with(x, i, own) if isinstance(x, Tensor) else x, self.state, state)
-        self.problems[i] = self._all[i] = problem
+        self.problems[i] = self.in_lanes[i] = problem
         self._values, self.state = values, state
         self._chosen.clear()
 
     def repeat(self, i: int, other: int) -> None:
         """Let a lane that nobody needs read the batches of another one."""
-        self.problems[i] = self._all[i] = self.problems[other]
+        self.problems[i] = self.in_lanes[i] = self.problems[other]
 
     def _hyper(self, key: str, values: Tensor, at: Sequence[int]) -> Tensor:
         """Each run's value of a hyperparameter now."""
-        windows = tuple(p.window(key, t) for p, t in zip(self._all, at, strict=True))
+        windows = tuple(p.window(key, t) for p, t in zip(self.in_lanes, at, strict=True))
         if self._chosen.get(key, (None,))[0] != windows:  # which changes now and then only
             alike = len(set(windows)) == 1
             now = values[:, windows[0]].contiguous() if alike else values[range(len(windows)), windows]
@@ -98,8 +113,8 @@ class Lanes:
 
     def _one_by_one(self, at: Sequence[int]) -> Tensor:
         """Where batches differ in shape, or models in what is neither a weight nor a buffer."""
-        made = [p.train_step(self.lane(i), t) for i, (p, t) in enumerate(zip(self._all, at, strict=True))]
-        self.state = _stacked([tree.detach(state) for state, _ in made])
+        made = [p.train_step(self.lane(i), t) for i, (p, t) in enumerate(zip(self.in_lanes, at, strict=True))]
+        self.state = stacked([tree.detach(state) for state, _ in made])
         return torch.stack([loss.detach() for _, loss in made[: len(self.problems)]])
 
     def validation_losses(self, t: int) -> list[Tensor]:
@@ -113,8 +128,8 @@ class Lanes:
 
     def _joined(self, at: Sequence[int]) -> Any:
         """All batches, stacked, if their sources can make them in one go; those that are equal are made once."""
-        keys = [(id(p.batches), t) for p, t in zip(self._all, at, strict=True)]
-        distinct = {key: (p.batches, t) for key, p, t in zip(keys, self._all, at, strict=True)}
+        keys = [(id(p.batches), t) for p, t in zip(self.in_lanes, at, strict=True)]
+        distinct = {key: (p.batches, t) for key, p, t in zip(keys, self.in_lanes, at, strict=True)}
         batch = joined(*zip(*distinct.values(), strict=True))
         if batch is None or len(distinct) == len(keys):
             return batch
@@ -126,10 +141,10 @@ class Lanes:
     def _batches(self, at: Sequence[int]) -> list[Any]:
         """Runs that share their data share the work of making a batch."""
         made: dict[tuple[int, int], Any] = {}
-        for p, t in zip(self._all, at, strict=True):
+        for p, t in zip(self.in_lanes, at, strict=True):
             if (id(p.batches), t) not in made:
                 made[id(p.batches), t] = p.batch(t)
-        return [made[id(p.batches), t] for p, t in zip(self._all, at, strict=True)]
+        return [made[id(p.batches), t] for p, t in zip(self.in_lanes, at, strict=True)]
 
 
 def at_once(problem: Problem, runs: int, goes: int = 1) -> int:
@@ -177,7 +192,7 @@ def at_once(problem: Problem, runs: int, goes: int = 1) -> int:
 def _works(problem: Problem, batch: Any) -> bool:
     """Whether a batched step is the same step."""
     expected = problem.train_step(problem.start, 0)
-    pairs = (_stacked([part] * 2) for part in (problem.start, batch, problem.hypers_at(0)))
+    pairs = (stacked([part] * 2) for part in (problem.start, batch, problem.hypers_at(0)))
     try:
         with cuda.half() if in_half(problem.device) else nullcontext():  # not traced, it is in float32 all the same
             found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
@@ -233,13 +248,19 @@ def batched(problem: Problem) -> Callable[..., Any]:
     def step(state: State, batch: Any, hypers: Any) -> tuple[State, Tensor]:
         return inner.pure_step(state, batch, hypers)
 
-    def together(*args: Any) -> Any:
+    return together(step)
+
+
+def together(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of what one run has as one of what several have, stacked."""
+
+    def of_all(*args: Any) -> Any:
         # pieces of a vector of all parameters would be copied one by one afterwards
         return tree.map(
-            lambda x: x.contiguous() if isinstance(x, Tensor) else x, torch.vmap(step, randomness="error")(*args)
+            lambda x: x.contiguous() if isinstance(x, Tensor) else x, torch.vmap(fn, randomness="error")(*args)
         )
 
-    return together
+    return of_all
 
 
 def _with(whole: Tensor, i: int, own: Tensor) -> Tensor:
@@ -249,6 +270,6 @@ def _with(whole: Tensor, i: int, own: Tensor) -> Tensor:
     return whole
 
 
-def _stacked(trees: Sequence[Any]) -> Any:
+def stacked(trees: Sequence[Any]) -> Any:
     """Leaves of several trees of one structure, along a new first axis; what is no tensor is that of the first."""
     return tree.map(lambda *same: torch.stack(same) if isinstance(same[0], Tensor) else same[0], *trees)

@@ -54,13 +54,38 @@ def one_step_hypergradient(
     return found
 
 
+class Mover:
+    """How hyperparameters move, of one run or, with an entry for each, of several.
+
+    Args:
+        problem: what is learnt, and its bounds.
+        rate: of the outer SGD.
+        clip: elementwise bound on the hypergradient.
+    """
+
+    def __init__(self, problem: Problem, rate: float = RATE, clip: float = CLIP):
+        self.keys = [key for key in problem.learnt if argument(key) in problem.rule.defaults]
+        self._hypers = {key: replace(problem.hypers[key], windows=1) for key in self.keys}
+        self._outer, self._clip = GradientDescent(rate), clip
+        self._rates = self._outer.init(self._hypers)
+
+    def moved(self, values: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values after a hypergradient."""
+        mean = {key: g.double().clamp(-self._clip, self._clip).reshape(values[key].shape) for key, g in found.items()}
+        return self._outer.update(values, mean, self._rates, self._hypers)[0]
+
+    def learnt(self, problem: Problem, trace: dict[str, Tensor]) -> Setting:
+        """The values of every step so far; a long run's as window means."""
+        fixed = {key: problem.values[key].tolist() for key in problem.hypers if key not in self.keys}
+        return fixed | {key: thinned(v.tolist()) for key, v in trace.items()}
+
+
 class Descent:
     """A training run whose hyperparameters follow their one-step hypergradients.
 
     Args:
         problem: its values are the starts; a schedule begins with its first window and moves from there.
-        rate: of the outer SGD.
-        clip: elementwise bound on the hypergradient.
+        rate, clip: as for `Mover`.
     """
 
     def __init__(
@@ -71,11 +96,9 @@ class Descent:
         clip: float = CLIP,
         saved: dict[str, Any] | None = None,
     ):
-        self.problem, self.counter, self.clip = problem, counter, clip
-        self.keys = [key for key in problem.learnt if argument(key) in problem.rule.defaults]
-        self._hypers = {key: replace(problem.hypers[key], windows=1) for key in self.keys}
-        self._outer = GradientDescent(rate)
-        self._rates = self._outer.init(self._hypers)
+        self.problem, self.counter = problem, counter
+        self._mover = Mover(problem, rate, clip)
+        self.keys = self._mover.keys
         self.watch = Watch(problem, saved and saved["watch"])
         self.failed = self.watch.first
         self.compiles = problem.stepper(problem.steps) == problem.compiled_step
@@ -100,8 +123,7 @@ class Descent:
         now = self._at(step)
         grads, buffers, loss, found = self._first_half(self.state, batch, now, self._last, step)
         if found:
-            mean = {key: g.double().clamp(-self.clip, self.clip).reshape(1) for key, g in found.items()}
-            self.values, _ = self._outer.update(self.values, mean, self._rates, self._hypers)
+            self.values = self._mover.moved(self.values, found)
             now = self._at(step)
         before = self.state
         update = self._traced(inner.update, "hd update", step)
@@ -157,8 +179,7 @@ class Descent:
 
     def learnt(self) -> Setting:
         """The values of every step so far; a long run's as window means."""
-        fixed = {key: self.problem.values[key].tolist() for key in self.problem.hypers if key not in self.keys}
-        return fixed | {key: thinned(v[: self.t].tolist()) for key, v in self.trace.items()}
+        return self._mover.learnt(self.problem, {key: v[: self.t] for key, v in self.trace.items()})
 
     def save(self) -> dict[str, Any]:
         return {

@@ -14,16 +14,21 @@ from longhorizon.engines import Adjoint, Forward, Greedy
 from longhorizon.engines.base import trainings
 from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, plain
+from longhorizon.rivals import rows
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, settle, words_of
 from longhorizon.rivals.counting import Counted
 from longhorizon.rivals.descent import Descent
+from longhorizon.rivals.descents import Descents
 from longhorizon.rivals.space import Setting, draw
-from longhorizon.rivals.training import Judged, Training, Trains
+from longhorizon.rivals.training import Judged, Training
 from longhorizon.run import from_journal
 from longhorizon.rundir import RunDirectory
 from longhorizon.tuning import Tuning
 
 DRAW = 7  # a purpose of its own for random starts
+DESCENT = rows.Kind(
+    lambda problem, counter, saved: Descent(problem, counter, saved=saved), Descents, Descents.like, Descents.learnt
+)
 
 
 class Method(Protocol):
@@ -196,13 +201,17 @@ class HypergradientDescent(Method):
         return setup.steps
 
     def run(self, arena: Arena) -> None:
-        setup = arena.setup
-        trial = len(arena.past())
-        while arena.purse.allows(setup.steps):
-            one = Trial(arena, trial, self.start(arena, trial), partial(self._begin, arena, trial))
-            one.to(setup.steps)
-            one.forget()
-            trial += 1
+        steps = arena.setup.steps
+        only = not arena.past() and not arena.purse.allows(2 * steps)  # one run, which needs no row
+        if not only:
+            rows.recompile(arena, DESCENT)
+        while arena.purse.allows(steps):
+            trial = len(arena.past())
+            jobs = [rows.Job(number, self.start(arena, number)) for number in range(trial, trial + rows.WIDTH)]
+            if only:
+                rows.alone(arena, jobs[0], steps, DESCENT)
+            else:
+                rows.evaluate(arena, jobs, steps, DESCENT)
 
     def start(self, arena: Arena, trial: int) -> Setting:
         """Where a run begins."""
@@ -210,6 +219,3 @@ class HypergradientDescent(Method):
         if trial == 0:
             return {key: hyper.values().tolist() for key, hyper in setup.hypers.items()}
         return draw(setup.hypers, setup.axes, seeds.mix(arena.seed, trial, DRAW))
-
-    def _begin(self, arena: Arena, trial: int, saved: dict[str, Any] | None) -> Trains:
-        return Descent(arena.problem(self.start(arena, trial), trial), arena.counter, saved=saved)
