@@ -508,7 +508,10 @@ def test_estimates_for_a_gpu_are_made_in_pieces(tmp_path, monkeypatch, capsys):
     assert more["estimates_made"] == result["estimates_made"] | {"smoothed": 3}
     assert more["estimates"]["smoothed"][:2] == result["estimates"]["smoothed"]
     assert len({str(row["grad"]) for row in more["estimates"]["smoothed"]}) == 3
-    with pytest.raises(SystemExit, match="nobody: --task cifar-5 has smoothed, hybrid, hybrid, not clipped, clip 10"):
+    call("estimators", "--keep", "--make", "smoothed, half the distance")  # not made unless it is asked for
+    other = json.loads((tmp_path / "estimators-cifar-5-smoke.json").read_text())
+    assert other["estimates_made"] == more["estimates_made"] | {"smoothed, half the distance": 2}
+    with pytest.raises(SystemExit, match="nobody: --task cifar-5 has smoothed, hybrid, hybrid, not clipped, clip 10, "):
         call("estimators", "--make", "nobody")
 
 
