@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longhorizon.kernels import Plan
@@ -29,6 +30,24 @@ _OPERAND = re.compile(r'"[=+]?[rlfdn]"\s*(\()')
 
 class KernelError(Exception):
     """A kernel did what a GPU would not stand: the message has what."""
+
+
+class Fenced:
+    """A tensor's numbers for a kernel, with NaN before and after them: what reads too far has it in its result."""
+
+    WIDTH = 4096  # bytes on each side
+
+    def __init__(self, x: Tensor):
+        self.x, size = x, x.numel() * x.element_size()
+        self.all = torch.full((size + 2 * self.WIDTH,), 0xFF, dtype=torch.uint8)
+        self.inner = self.all[self.WIDTH : self.WIDTH + size]
+        self.inner.copy_(x.detach().reshape(-1).view(torch.uint8))
+        self.pointer = self.inner.data_ptr()
+
+    def back(self) -> bool:
+        """Take over what the kernel has written; whether the fence still stands."""
+        self.x.detach().reshape(-1).view(torch.uint8).copy_(self.inner)
+        return bool((self.all[: self.WIDTH] == 0xFF).all() and (self.all[-self.WIDTH :] == 0xFF).all())
 
 
 class OnCPU:
@@ -45,15 +64,18 @@ class OnCPU:
         given = list(tensors)
         first = next(x for x in given if x is not None)
         given = [first if x is None else x.contiguous() for x in given]
+        fenced = {id(x): Fenced(x) for x in [*given, *others] if isinstance(x, Tensor)}
         values: list[Any] = []
         for x in [*given, *others]:
-            values.append(ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int(x))
+            values.append(ctypes.c_void_p(fenced[id(x)].pointer) if isinstance(x, Tensor) else ctypes.c_int(x))
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         grid = (ctypes.c_int * 3)(*plan.grid)
         launch = _built(plan.source, plan.name, plan.macros)
         failed = launch(pointers, grid, plan.threads, plan.floats * 4, int(self.backwards))
         if failed:
             raise KernelError(f"{plan}: {failed.decode()}")
+        if not all([there.back() for there in fenced.values()]):
+            raise KernelError(f"{plan}: a write beyond a tensor")
         self.started.append(plan.name)
 
 
@@ -72,7 +94,8 @@ def _folder() -> Path:
 
 
 def _build(*what: Any) -> None:
-    command = ["g++", "-O1", "-std=c++17", "-w", "-fPIC", "-fpermissive", *map(str, what)]
+    # Unique symbols would be those of the kernel that was loaded first, whose shared memory may be smaller.
+    command = ["g++", "-O1", "-std=c++17", "-w", "-fPIC", "-fpermissive", "-fno-gnu-unique", *map(str, what)]
     made = subprocess.run(command, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[:4000]
 

@@ -183,6 +183,7 @@ def test_constant_channels_have_no_variance(device, case, run):
         ("apart * (O / 2));\n        __syncthreads();", "apart * (O / 2));"),
         ("multiply16(sum[i][j], a, ", "if (lane < 16) multiply16(sum[i][j], a, "),
         ("load4(a, here);", "load4(a, here + 8);"),
+        ("apart * (O / 2));\n        __syncthreads();", "apart * (O / 2));\n        __syncthreads(), result[-1] = 0;"),
         (
             "u32 a[4];\n                const u32 here = tile",
             "u32 a[4];\n                const u32 here = 1 << 20 | tile",
@@ -195,7 +196,8 @@ def test_constant_channels_have_no_variance(device, case, run):
         "no barrier at the end",
         "threads that part ways",
         "not aligned",
-        "too far",
+        "a write too far",
+        "too far in shared memory",
     ],
 )
 def test_what_is_wrong_in_a_kernel_is_seen(line, instead, monkeypatch):
