@@ -72,6 +72,11 @@ def penalised(model, batch):
     return classify(model, batch) + 0.1 * sum(p.square().sum() for p in model.decayed)
 
 
+def spoilt(number, part=pairs):
+    """Batches with a number that is none, or is too large."""
+    return lambda t: (part(t)[0] * number, part(t)[1])
+
+
 def call(**changes):
     """A call that is good but for `changes`; `hypers` given as a dict of keyword arguments replace the learnt lr."""
     given = {"task": task(), "rule": lh.sgd(), "hypers": {"lr": lh.Hyper(0.1)}, "steps": 8} | changes
@@ -92,6 +97,26 @@ CALLS = {
     "no task": ({"task": mlp}, TypeError, r"task=.*: expected a Task"),
     "no rule": ({"rule": "sgd"}, TypeError, r"rule='sgd': expected a rule such as longhorizon.sgd\(\)"),
     "rule uncalled": ({"rule": lh.sgd}, TypeError, r"expected a rule such as longhorizon.sgd\(\)"),
+    "NaN in the data": (
+        {"task": task(train=stream(spoilt(math.nan), 8))},
+        ValueError,
+        r"Task.loss is nan on the first train batch with fresh weights, before any step: look for NaN",
+    ),
+    "infinite loss": (
+        {"task": task(loss=lambda model, batch: classify(model, batch) / 0)},
+        ValueError,
+        r"Task.loss is inf on the first train batch",
+    ),
+    "NaN in the validation data": (
+        {"task": task(val=held_out(spoilt(math.nan)))},
+        ValueError,
+        r"Task.loss is nan on the first val batch with fresh weights",
+    ),
+    "cut off, and made to require a gradient": (
+        {"task": task(loss=lambda model, batch: classify(model, batch).detach().requires_grad_())},
+        lh.NotDifferentiable,
+        r"the training loss does not depend on the parameters",
+    ),
     # hyperparameters
     "windows > steps": (lr(0.1, windows=9), ValueError, r"'lr' has windows=9 but the run only steps=8: use at most 8"),
     "windows 0": (lr(0.1, windows=0), ValueError, r"'lr' has windows=0: expected a whole number from 1"),

@@ -55,10 +55,13 @@ def test_writing_checkpoints_is_on_nobodys_clock(tmp_path, monkeypatch, method):
 
 
 def test_the_last_of_several_diverged_runs_is_charged_like_the_others():
-    task = make_task(loss=lambda model, batch: make_task().loss(model, batch) * math.nan)
+    def spoilt(seed):
+        return [(x * math.nan if i == 1 else x, y) for i, (x, y) in enumerate(make_task().train(seed))]
+
+    task = make_task(train=spoilt)
     found = compare(task=task, methods=["fds"], budget="9 runs", test="none", outer_steps=5).evaluations
     assert [e.trial for e in found] == [0, 1, 2]
-    assert [e.cost for e in found] == [e.counted for e in found] == [1, 1, 1]
+    assert [e.cost for e in found] == [e.counted for e in found] == [2, 2, 2]
     assert found[2].seconds > 0
     assert "3 training runs in a row diverged" in found[2].status
 

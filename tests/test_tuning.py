@@ -167,6 +167,22 @@ def test_a_run_that_ends_far_worse_than_it_began_is_gone_back_from():
     assert run.history[-1].index == 7
 
 
+@pytest.mark.parametrize("outer_steps", [1, 2, 5])
+def test_runs_that_explode_from_the_first_on_are_not_taken_for_a_result(outer_steps):
+    """Nothing was ever learnt: training ends far worse than fresh weights, each time."""
+    runs = "the training run" if outer_steps == 1 else f"{min(3, outer_steps)} training runs in a row"
+    with pytest.raises(RuntimeError, match=f"^{runs} diverged .*exploded: .* before training.*Start lower"):
+        tune(task=make_task(loss=huge), hypers={"lr": lh.Hyper(60.0, step=1.0)}, outer_steps=outer_steps)
+
+
+def test_a_first_run_that_only_gets_worse_is_followed():
+    """Here the validation loss is a fifth larger after training than before."""
+    engine = Told((0.85, FALLS, SURE))
+    (record,) = tune(engine=engine, outer_steps=1).history
+    assert record.status == "ok"
+    assert record.next["lr"].tolist() == [0.1, 0.1]
+
+
 class Told:
     """An engine that finds what it is told: per outer step a validation loss, slopes, and how sure they are."""
 

@@ -306,6 +306,7 @@ def _check_losses(problem: Problem) -> None:
     """Call both losses once: scalar, floating point, trainable, and every hyperparameter of the loss is read."""
     functional, state = problem.inner.functional, problem.start
     params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
+    own = list(params.values())
     recorder = Recorder(problem.hypers_at(0))
     for part, batch, loss in (
         ("train", problem.batch(0), problem.task.loss),
@@ -326,7 +327,12 @@ def _check_losses(problem: Problem) -> None:
                 f"Task.{name} returned shape {tuple(value.shape)}, {value.dtype}, on a {part} batch: "
                 "expected a scalar of floating point; take the mean."
             )
-        if part == "train" and not value.requires_grad:
+        if bool(value.isnan()) or (part == "train" and bool(value.isinf())):
+            raise ValueError(
+                f"Task.{name} is {float(value.detach()):g} on the first {part} batch with fresh weights, before any step: look "
+                "for NaN and infinity in the data, and for what the loss makes of them."
+            )
+        if part == "train" and not any(getattr(node, "variable", None) is p for node in nodes([value]) for p in own):
             raise NotDifferentiable(
                 "the training loss does not depend on the parameters, so nothing could be trained: remove `detach`, "
                 "`item` or `no_grad` from Task.loss and the model."

@@ -129,6 +129,8 @@ class Tuning:
         assert self._problem is not None
         metrics = self._problem.measure(result.params, result.buffers) if result.status.ok else {}
         self.finished.append(_summary(result, metrics, doubts(result, self._problem.steps)))
+        if self.good is None:  # what the first one is compared with
+            self.finished[-1]["fresh"] = float(self._problem.validation_loss(self._problem.start, 1))
         self._run = None
         self.seconds += time.perf_counter() - began
         return self._complete() if len(self.finished) == self.seeds else None
@@ -234,18 +236,21 @@ class Tuning:
         )
         self.index, self.finished, self.seconds = self.index + 1, [], 0.0
         self.converged = self.outer.converged(self.outer_state)
-        if self.good is None and self.index >= PATIENCE:
+        if self.good is None and self.index >= min(PATIENCE, self.outer_steps):
             why = bad[0] if bad else "no hypergradient is finite"
-            raise RuntimeError(
-                f"{PATIENCE} training runs in a row diverged at the starting values ({why}). Start lower."
-            )
+            runs = f"{self.index} training runs in a row" if self.index > 1 else "the training run"
+            raise RuntimeError(f"{runs} diverged at the starting values ({why}). Start lower.")
         return record
 
     def _exploded(self, val_loss: float) -> str:
         """What is wrong with a run that ends worse than it began: its derivative says nothing; "" if it is fine.
 
-        Far worse than the last good run, too, because the validation loss may have other units than the training loss.
+        Far worse than the last good run, too, because the validation loss may have other units than the training loss;
+        where there is none yet, than fresh weights.
         """
+        fresh = max((abs(f["fresh"]) for f in self.finished if math.isfinite(f.get("fresh", math.nan))), default=0.0)
+        if self.good is None and fresh and val_loss > most_of_fine(fresh, math.nan):
+            return f"exploded: validation loss {val_loss:.3g}, and {fresh:.3g} before training"
         if self.good is None or not all("began" in f for f in self.finished):  # older ones do not know
             return ""
         began = max((abs(f["began"]) for f in self.finished if math.isfinite(f["began"])), default=math.nan)
