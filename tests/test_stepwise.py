@@ -52,6 +52,20 @@ def test_the_best_of_a_steps_rates_is_taken_where_they_go_back_and_forth():
     assert best.val_losses.tolist() == pytest.approx([float(last.val_losses[0]) * 0.4 ** (2 * n) for n in (1, 2, 3)])
 
 
+def test_values_that_come_again_are_not_looked_at_again(monkeypatch):
+    """Rates that go back and forth between two values cost two looks, however many outer steps there are."""
+    outer, looks = lh.GradientDescent(1e9, clip=0.75e-9), []
+    with environment():
+        p = make_problem(bowl(), lh.sgd(), {"lr": lh.Hyper(0.0)}, 1, 0)
+        short, run = (Stepwise(p, count, outer) for count in (3, 41))
+        look, short = p.validate, finished(short)
+        monkeypatch.setattr(p, "validate", lambda *args, **how: looks.append(0) or look(*args, **how))
+        finished(run)
+    assert len(looks) == 3  # and one after the last step
+    assert run.learnt["lr"].tolist() == short.learnt["lr"].tolist()
+    assert run.val_losses.tolist() == short.val_losses.tolist()
+
+
 @pytest.mark.parametrize("rule", ["sgd", "adam", "clipped"])
 def test_against_central_differences(rule):
     """One outer step of rate 1 moves a value by its hypergradient: of the validation loss right after the step."""

@@ -23,7 +23,7 @@ from longhorizon import tree
 from longhorizon.engines.base import Watch
 from longhorizon.hypers import argument
 from longhorizon.inner import Hypers, State
-from longhorizon.outer import Outer
+from longhorizon.outer import Outer, Values
 from longhorizon.problem import Problem
 from longhorizon.rivals.descent import one_step_hypergradient
 
@@ -80,13 +80,20 @@ class Stepwise:
                 moved, memory = inner.update(self.state.params, grads, self.state.memory, hypers)
             return State(moved, buffers, memory)
 
-        tried = []
-        for _ in range(self.outer_steps):
+        def look(values: Values) -> tuple[float, Values]:
             used = now | self._as_hypers(values)
             val_loss, slope, _ = problem.validate(after(used), step + 1, compiled=True)
-            tried.append((float(val_loss.detach()), values))
             found = one_step_hypergradient(inner, self.state, grads, used, self.keys, slope.params)
-            mean = {key: g.detach().double().cpu().reshape(1) for key, g in found.items()}
+            return float(val_loss.detach()), {key: g.detach().double().cpu().reshape(1) for key, g in found.items()}
+
+        tried: list[tuple[float, Values]] = []
+        seen: dict[tuple[float, ...], tuple[float, Values]] = {}
+        for _ in range(self.outer_steps):
+            where = tuple(float(value) for value in values.values())
+            if where not in seen:  # rates that go back and forth come by the same values again
+                seen[where] = look(values)
+            val_loss, mean = seen[where]
+            tried.append((val_loss, values))
             values, rates = self.outer.update(values, mean, rates, self._hypers)
         last = problem.validate(after(now | self._as_hypers(values)), step + 1, compiled=True)[0]
         tried.append((float(last.detach()), values))
