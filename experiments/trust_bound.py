@@ -1,10 +1,10 @@
-"""From which growth on a hypergradient is to be doubted, and how far an adjoint may move: two bounds, and the truth.
+"""From where on a hypergradient is to be doubted, and how far an adjoint may move: three bounds, and the truth.
 
     python experiments/trust_bound.py         half an hour on one core, after truth.py; the LeNet needs MNIST
 
-Four looks at the truth of experiments/truth.py (its results are read). First, of the exact estimates there: how often
-the sign of a learning rate is right, by how much a change grows from the beginning of its window to the end of the run.
-Second, how often the signs of a hybrid that is not clipped are right when values are doubted from 1.5-, 2-, 3- or
+Looks at the truth of experiments/truth.py (its results are read). First, of the exact estimates there: how often the
+sign of a learning rate is right, by how much a change grows from the beginning of its window to the end of the run; and
+of the clipped ones, by the share of H·Z that was cut off from then on. Second, how often the signs of a hybrid that is not clipped are right when values are doubted from 1.5-, 2-, 3- or
 10-fold growth on, on digits at the edge and hot, with the same seeds for every bound. Third, how often those of an
 adjoint are right that may move by 0.05, 0.1 or 0.2 of its largest entry a step, and fourth, those of the hybrid that
 begins with it, when values are doubted from 3-, 10-, 30- or 100-fold growth on but for that; on digits and a LeNet.
@@ -28,6 +28,7 @@ import longhorizon as lh
 from longhorizon.truth import score
 
 EDGES = (1.0, 2.0, 3.0, 5.0, 10.0, 100.0)
+SHARES = (1e-6, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 BOUNDS = (1.5, 2.0, 3.0, 10.0)
 LOOKED_AT = ("digits-edge", "digits-hot")
 MOVES = (0.05, 0.1, 0.2)
@@ -48,13 +49,30 @@ def exact_signs(found: dict[str, Any]) -> Iterator[tuple[float, bool]]:
                 yield growth, slope * mean > 0
 
 
-def by_growth(results: Path) -> dict[str, dict[str, int]]:
-    """Signs and how many of them are right, of all small tasks, by growth."""
+def clipped_signs(found: dict[str, Any]) -> Iterator[tuple[float, bool]]:
+    """(share that was cut off from when its window began, whether the sign is right) of clipped learning rates.
+
+    A result has the mean share of the whole run, in which a window that has not begun has none.
+    """
+    truth = found["truth"]["lr"]
+    count = len(truth["mean"])
+    for name, rows in found["estimates"].items():
+        for row in rows if name.startswith("clip") else []:
+            windows = zip(row["grad"]["lr"], truth["mean"], truth["error"], row.get("clipped", []), strict=False)
+            for w, (slope, mean, error, share) in enumerate(windows):
+                if None not in (slope, mean, share) and abs(mean) > 2 * error:
+                    yield share * count / (count - w), slope * mean > 0
+
+
+def binned(
+    results: Path, signs_of: Callable[[dict[str, Any]], Iterator[tuple[float, bool]]], edges: tuple[float, ...]
+) -> dict[str, dict[str, int]]:
+    """Signs and how many of them are right, of all small tasks, by what may speak against them."""
     paths = [results / f"truth-{name}.json" for name in TASKS if name not in FOR_A_GPU]
-    signs = [pair for path in paths if path.exists() for pair in exact_signs(json.loads(path.read_text()))]
+    signs = [pair for path in paths if path.exists() for pair in signs_of(json.loads(path.read_text()))]
     found = {}
-    for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
-        right = [ok for growth, ok in signs if low <= growth < high]
+    for low, high in zip((0.0, *edges), (*edges, float("inf")), strict=True):
+        right = [ok for size, ok in signs if low <= size < high]
         found[f"{low:g} to {high:g}"] = {"signs": len(right), "right": sum(right)}
     return found
 
@@ -113,7 +131,11 @@ def main() -> None:
         "move": (CLIPPED, lambda far: lh.Adjoint(clip="auto"), "engines.clipping.MOVE", moves),
         "uncut": (CLIPPED, lambda far: lh.Hybrid(distance=far), "trust.AMPLIFIED_UNCUT", uncut),
     }
-    content: dict[str, Any] = {"settings": settings, "exact_by_growth": by_growth(RESULTS)}
+    content: dict[str, Any] = {
+        "settings": settings,
+        "exact_by_growth": binned(RESULTS, exact_signs, EDGES),
+        "clipped_by_share": binned(RESULTS, clipped_signs, SHARES),
+    }
     for look, (names, engine_of, what, values) in looks.items():
         unit = "" if look == "hybrid" else f"{look}-"
         content[look] = {name: judged(args, work, name, engine_of, what, values, count, unit) for name in names}

@@ -122,6 +122,9 @@ def test_smoke_of_the_meters_bound(tmp_path):
     growths = result["exact_by_growth"]
     assert growths["0 to 1"]["right"] > 0.9 * growths["0 to 1"]["signs"]
     assert growths["100 to inf"]["right"] < 0.6 * growths["100 to inf"]["signs"]
+    shares = result["clipped_by_share"]
+    assert shares["0 to 1e-06"]["right"] > 0.9 * shares["0 to 1e-06"]["signs"]
+    assert shares["0.003 to 0.01"]["right"] < 0.6 * shares["0.003 to 0.01"]["signs"]
     assert result["hybrid"].keys() == {"digits-edge", "digits-hot"}
     hot = result["hybrid"]["digits-hot"]
     assert hot["3"]["smoothed"] > hot["10"]["smoothed"]

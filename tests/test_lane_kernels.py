@@ -57,7 +57,7 @@ def traced(given):
         traces = lh.Traces()
         problems = [make_problem(given, lh.sgd(), HYPERS, 2, seed, traces=traces) for seed in range(LANES)]
         parts = zip(*((p.start, p.batch(0), p.hypers_at(0)) for p in problems), strict=True)
-        args = tuple(lanes._stacked(part) for part in parts)
+        args = tuple(lanes.stacked(part) for part in parts)
         flat = compile._Flat(lanes.batched(problems[0]), args)
         tensors = flat.tensors(pytree.tree_leaves(args))
         with cuda.half():

@@ -3,6 +3,7 @@
 import torch
 
 import longhorizon as lh
+from longhorizon import data
 from longhorizon.console import doubts_in_words, marked, one_line
 from longhorizon.trust import REMEDIES, among_seeds, doubts, remedy
 from test_meter import Saddle, measured
@@ -22,6 +23,19 @@ def test_what_is_not_finite_or_clipped_is_doubted():
     hot = measured(lh.Adjoint(), b=1e30, steps=40)
     assert doubts(hot, 40)["lr"][0] == "not finite"
     assert doubts(measured(lh.Forward(clip=1e-3), b=0.5), 40)["lr"][0].startswith("clipped: ")
+
+
+def test_a_clip_that_hides_chaos_is_doubted():
+    """On a hot schedule of digits clipped tangents do not grow, their signs are a coin's, and few entries are cut off."""
+    task = data.image_task("digits", "mlp-64", batch_size=64, val_fraction=0.2, device="cpu")
+    hypers = {"lr": lh.Hyper([0.6, 0.6, 0.6, 0.4, 0.2], windows=5), "momentum": lh.Hyper(0.9)}
+    h = lh.hypergradient(task, lh.sgd(), hypers, steps=200, engine=lh.Forward(clip=10.0))
+    assert h.meter is not None
+    assert h.meter.growth(40, 200) < 5  # 1e5 and more without the clip
+    found = doubts(h, 200)
+    assert all(found["lr"][:3])
+    assert found["lr"][2].startswith("clipped: 0.")
+    assert found["lr"][4] == ""  # it has little time to grow
 
 
 def test_seeds_that_disagree():
