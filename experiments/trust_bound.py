@@ -4,10 +4,11 @@
 
 Looks at the truth of experiments/truth.py (its results are read). First, of the exact estimates there: how often the
 sign of a learning rate is right, by how much a change grows from the beginning of its window to the end of the run; and
-of the clipped ones, by the share of H·Z that was cut off from then on. Second, how often the signs of a hybrid that is not clipped are right when values are doubted from 1.5-, 2-, 3- or
-10-fold growth on, on digits at the edge and hot, with the same seeds for every bound. Third, how often those of an
-adjoint are right that may move by 0.05, 0.1 or 0.2 of its largest entry a step, and fourth, those of the hybrid that
-begins with it, when values are doubted from 3-, 10-, 30- or 100-fold growth on but for that; on digits and a LeNet.
+of the clipped ones, by the share of H·Z that was cut off from then on. Second, how often the signs of a hybrid that is
+not clipped are right when values are doubted from 1.5-, 2-, 3- or 10-fold growth on, on digits at the edge and hot,
+with the same seeds for every bound. Third, how often those of an adjoint are right that may move by 0.05, 0.1 or 0.2 of
+its largest entry a step, and fourth, those of the hybrid that begins with it, when values are doubted from 3-, 10-, 30-
+or 100-fold growth on but for that; on digits and a LeNet.
 
 Result: experiments/results/trust_bound.json; docs/trust.md tells of it.
 """

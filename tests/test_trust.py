@@ -26,7 +26,7 @@ def test_what_is_not_finite_or_clipped_is_doubted():
 
 
 def test_a_clip_that_hides_chaos_is_doubted():
-    """On a hot schedule of digits clipped tangents do not grow, their signs are a coin's, and few entries are cut off."""
+    """On a hot schedule clipped tangents hardly grow, few entries are cut off, and signs are a coin's."""
     task = data.image_task("digits", "mlp-64", batch_size=64, val_fraction=0.2, device="cpu")
     hypers = {"lr": lh.Hyper([0.6, 0.6, 0.6, 0.4, 0.2], windows=5), "momentum": lh.Hyper(0.9)}
     h = lh.hypergradient(task, lh.sgd(), hypers, steps=200, engine=lh.Forward(clip=10.0))

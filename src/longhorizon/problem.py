@@ -329,8 +329,8 @@ def _check_losses(problem: Problem) -> None:
             )
         if bool(value.isnan()) or (part == "train" and bool(value.isinf())):
             raise ValueError(
-                f"Task.{name} is {float(value.detach()):g} on the first {part} batch with fresh weights, before any step: "
-                "look for NaN and infinity in the data, and for what the loss makes of them."
+                f"Task.{name} is {value.item():g} on the first {part} batch with fresh weights, before any step: look "
+                "for NaN and infinity in the data, and for what the loss makes of them."
             )
         if part == "train" and not any(getattr(node, "variable", None) is p for node in nodes([value]) for p in own):
             raise NotDifferentiable(
