@@ -233,17 +233,21 @@ def trust(_: dict[str, Any], results: Path) -> list[Figure]:
     labels = ("exact", "clip 10", "clip 10, mean of 4", "adjoint, clip auto")
     labels += ("smoothed", "hybrid, not clipped", "hybrid")
     panels = []
-    heat = {"calm": 0, "edge": 1, "hot": 2}  # as the table in docs/trust.md has them
-    paths = results.glob("estimators-*.json")
-    for path in sorted(paths, key=lambda path: (heat.get(path.stem.rpartition("-")[2], 3), path.stem)):
-        found = json.loads(path.read_text())
+    heat = ("calm", "edge", "long", "hot")  # as the table in docs/trust.md has them, then what is larger
+    results_of = {path.stem.removeprefix("estimators-"): path for path in results.glob("estimators-*.json")}
+    tasks = {name: json.loads(path.read_text()) for name, path in results_of.items()}
+
+    def place(name: str) -> Any:
+        settings, kind = tasks[name]["settings"], name.rpartition("-")[2]
+        return heat.index(kind) if kind in heat else len(heat), settings["data"], settings["steps"]
+
+    for name in sorted(tasks, key=place):
+        found = tasks[name]
         known = [label for label in labels if label in found["scores"]]
         mean = [100 * found["scores"][label]["sign"] for label in known]
         error = [100 * (found["scores"][label]["sign_error"] or 0) for label in known]
         line = Line("signs", mean, kind="rows", error=error, labels=known)
-        panels.append(
-            Panel(path.stem.removeprefix("estimators-"), "signs right (%)", "", [line], x_range=(30.0, 102.0))
-        )
+        panels.append(Panel(name, "signs right (%)", "", [line], x_range=(30.0, 102.0)))
     return [Figure("trust", "Signs of hypergradients", "", panels)]
 
 
