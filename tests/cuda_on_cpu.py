@@ -33,21 +33,24 @@ class KernelError(Exception):
 
 
 class Fenced:
-    """A tensor's numbers for a kernel, with NaN before and after them: what reads too far has it in its result."""
+    """A tensor's numbers for a kernel, with NaN before and after them: what reads too far has it in its result.
+
+    It is a NaN that no arithmetic gives back, so that a result from beyond the fence does not look like the fence.
+    """
 
     WIDTH = 4096  # bytes on each side
+    FENCE = torch.tensor([0xBF, 0xFF], dtype=torch.uint8).repeat(WIDTH // 2)  # of bfloat16, and of float32
 
     def __init__(self, x: Tensor):
         self.x, size = x, x.numel() * x.element_size()
-        self.all = torch.full((size + 2 * self.WIDTH,), 0xFF, dtype=torch.uint8)
+        self.all = torch.cat([self.FENCE, x.detach().reshape(-1).view(torch.uint8), self.FENCE])
         self.inner = self.all[self.WIDTH : self.WIDTH + size]
-        self.inner.copy_(x.detach().reshape(-1).view(torch.uint8))
         self.pointer = self.inner.data_ptr()
 
     def back(self) -> bool:
         """Take over what the kernel has written; whether the fence still stands."""
         self.x.detach().reshape(-1).view(torch.uint8).copy_(self.inner)
-        return bool((self.all[: self.WIDTH] == 0xFF).all() and (self.all[-self.WIDTH :] == 0xFF).all())
+        return torch.equal(self.all[: self.WIDTH], self.FENCE) and torch.equal(self.all[-self.WIDTH :], self.FENCE)
 
 
 class OnCPU:

@@ -71,6 +71,11 @@ def counted_task(streams: list) -> lh.Task:
     return make_task(train=train)
 
 
+def trained_on(streams: list) -> int:
+    """How many batches; not those of the first stream, which is what a comparison looks at before."""
+    return sum(len(stream.read) for stream in streams[1:])
+
+
 def compare(dir=None, task=None, hypers=HYPERS, **changes):
     """A comparison that takes a second or two."""
     settings = {

@@ -25,7 +25,18 @@ from longhorizon.rivals.fixed import appendix_f, halvings
 from longhorizon.rivals.ledger import Ledger
 from longhorizon.rivals.studies import quiet
 from longhorizon.rivals.training import Counter, Training, judge
-from rivals_task import CONSTANT, EPOCH, HYPERS, STEPS, compare, counted_task, make_task, without_clock
+from rivals_task import (
+    CONSTANT,
+    EPOCH,
+    HYPERS,
+    STEPS,
+    compare,
+    counted_task,
+    loss,
+    make_task,
+    trained_on,
+    without_clock,
+)
 
 ALL = list(registry.METHODS)
 
@@ -35,7 +46,7 @@ def test_charged_steps_are_the_steps_taken(method):
     """Three counts of the same thing: the method's own plan, the training loop, and the data's door."""
     streams = []
     found = compare(task=counted_task(streams), methods=[method], test="none").evaluations
-    read = sum(len(stream.read) for stream in streams)
+    read = trained_on(streams)
     assert sum(e.cost for e in found) == sum(e.counted for e in found) == read > 0
     assert found[-1].total_steps == read <= 4 * STEPS
     assert all(e.status == "ok" and math.isfinite(e.val_loss) for e in found)
@@ -47,7 +58,7 @@ def test_a_diverged_run_is_charged_what_it_took():
     settings = {"steps": STEPS, "outer_steps": 1, "budget": "4 runs", "epoch": EPOCH, "test": "none"}
     methods = ["random", "hyperband", "hd"]
     found = lh.compare(counted_task(streams), lh.sgd(), hypers, methods=methods, **settings)
-    assert sum(e.cost for e in found.evaluations) == sum(len(s.read) for s in streams)
+    assert sum(e.cost for e in found.evaluations) == trained_on(streams)
     bad = [e for e in found.evaluations if e.status.startswith("diverged: non-finite loss at step")]
     assert bad
     assert all(e.val_loss == math.inf and not e.best and e.cost < STEPS for e in bad)
@@ -213,7 +224,7 @@ def test_fds_without_its_checkpoint_goes_on_from_its_journal(tmp_path):
         compare(tmp_path / "r", watcher=Watcher(on_evaluation=stop), **settings)
     again = compare(tmp_path / "r", task=counted_task(streams), **settings)
     assert without_clock(again.evaluations) == without_clock(calm)
-    assert sum(len(stream.read) for stream in streams) == STEPS * (len(calm) - done)
+    assert trained_on(streams) == STEPS * (len(calm) - done)
 
 
 @pytest.mark.parametrize("wrong", [17, True, 20.5])
@@ -585,7 +596,7 @@ def test_a_trial_that_cannot_go_on_from_its_rung_costs_nothing_more(tmp_path):
     def model():
         nonlocal made
         made += 1
-        if made == 2:  # the first is that of the trial
+        if made == 3:  # after those of a first look, and of the trial
             raise OSError("the disk went away")
         return make_task().model()
 
@@ -718,3 +729,20 @@ def test_the_gate_is_that_of_tune(monkeypatch):
     monkeypatch.setattr(methods, "Tuning", lambda *a, **k: given.append(k["gate"]) or lh.Tuning(*a, **k))
     compare(methods=["fds"], gate="wait")
     assert given == ["wait"]
+
+
+def test_a_search_that_tries_a_value_without_a_loss_counts_it_as_diverged(tmp_path):
+    """Whatever was tried first in this process: stopped and called again it is the same."""
+
+    def rooted(model, batch, hypers):
+        return loss(model, batch) + 0.01 * hypers["a"].sqrt() * sum(p.square().sum() for p in model.parameters())
+
+    task = make_task(loss=rooted, val_loss=loss)
+    settings = {"hypers": {"lr": lh.Hyper(0.1), "a": lh.Hyper(0.1, step=0.3)}, "budget": "6 runs", "test": "none"}
+    calm = compare(task=task, **settings).evaluations
+    bad = [e for e in calm if e.status != "ok"]
+    assert 0 < len(bad) < len(calm)
+    assert {e.status for e in bad} == {"diverged: non-finite loss at step 0"}
+    for count in range(1, 6):
+        compare(tmp_path / "r", task=task, **settings | {"budget": f"{count} runs"})
+    assert without_clock(compare(tmp_path / "r", task=task, **settings).evaluations) == without_clock(calm)

@@ -21,6 +21,10 @@ def everywhere(*quick, slow=(), gpu=()):
     return pytest.mark.parametrize(("device", "case"), cases)
 
 
+# So that each program has several strips to do, one after the other.
+FEW = ((lane_kernels, "_PROCESSORS", 1), (norm_kernels, "_PROCESSORS", 4), (kernels, "_PROGRAMS", 4))
+
+
 @pytest.fixture
 def run(monkeypatch, device):
     """An operation on a device; on the CPU in both orders of a program's threads, with memory that is NaN at first."""
@@ -33,8 +37,8 @@ def run(monkeypatch, device):
             with monkeypatch.context() as patch:
                 patch.setattr(kernels, "take", lambda x: True)
                 patch.setattr(kernels, "run", cuda_on_cpu.OnCPU(backwards))
-                for few in ((lane_kernels, "_PROCESSORS"), (norm_kernels, "_PROCESSORS"), (kernels, "_PROGRAMS")):
-                    patch.setattr(*few, 4)  # so that each has something to do
+                for where, name, few in FEW:
+                    patch.setattr(where, name, few)
                 torch.use_deterministic_algorithms(True)  # fills new memory
                 try:
                     found.append(op(*args))
@@ -173,44 +177,52 @@ def test_constant_channels_have_no_variance(device, case, run):
     assert bool((mean == images[0, 0, 0, 0, 0].float()).all())
 
 
+END, BARRIER = "apart * (O / 2));", "\n        __syncthreads();"
+LATEST = "commit();\n        wait_for<1>();"
+HERE = "u32 a[4];\n                const u32 here = "
+SPOILT = {  # the kernel, what stands in its text, and what is put there instead
+    "nothing": ("convolve", "", ""),
+    "no wait": ("convolve", "wait_for<1>();", ""),
+    "no barrier": ("convolve", LATEST + BARRIER, LATEST),
+    "no barrier at the end": ("convolve", END + BARRIER, END),
+    "threads that part ways": ("convolve", "multiply16(sum[i][j], a, ", "if (lane < 16) multiply16(sum[i][j], a, "),
+    "not aligned": ("convolve", "load4(a, here);", "load4(a, here + 8);"),
+    "a write too far": ("convolve", END + BARRIER, END + BARRIER + " result[-1] = 0;"),
+    "too far in shared memory": ("convolve", HERE + "tile", HERE + "1 << 20 | tile"),
+    "nothing in spread": ("spread", "", ""),
+    "no wait in spread": ("spread", "wait_for<1>();", ""),
+    "no barrier in spread": ("spread", LATEST + BARRIER, LATEST),
+    "no barrier at the end of spread": ("spread", END + BARRIER, END),
+    "nothing in weigh": ("weigh", "", ""),
+    "no wait in weigh": ("weigh", "wait_for<1>();", ";"),
+    "no wait for the last in weigh": ("weigh", "wait_for<0>();", ";"),
+    "no barrier in weigh": ("weigh", "}" + BARRIER + "\n#pragma unroll 1", "}\n#pragma unroll 1"),
+    "no barrier at the end of weigh": ("weigh", "}" + BARRIER + "\n    }", "}\n    }"),
+    "nothing in add_up": ("add_up", "", ""),
+    "no end in add_up": ("add_up", "if (i >= lanes * size) return;", ""),
+}
+
+
 @ON_CPU
-@pytest.mark.parametrize(
-    ("line", "instead"),
-    [
-        ("", ""),
-        ("wait_for<1>();", ""),
-        ("commit();\n        wait_for<1>();\n        __syncthreads();", "commit();\n        wait_for<1>();"),
-        ("apart * (O / 2));\n        __syncthreads();", "apart * (O / 2));"),
-        ("multiply16(sum[i][j], a, ", "if (lane < 16) multiply16(sum[i][j], a, "),
-        ("load4(a, here);", "load4(a, here + 8);"),
-        ("apart * (O / 2));\n        __syncthreads();", "apart * (O / 2));\n        __syncthreads(), result[-1] = 0;"),
-        (
-            "u32 a[4];\n                const u32 here = tile",
-            "u32 a[4];\n                const u32 here = 1 << 20 | tile",
-        ),
-    ],
-    ids=[
-        "nothing",
-        "no wait",
-        "no barrier",
-        "no barrier at the end",
-        "threads that part ways",
-        "not aligned",
-        "a write too far",
-        "too far in shared memory",
-    ],
-)
-def test_what_is_wrong_in_a_kernel_is_seen(line, instead, monkeypatch):
+@pytest.mark.parametrize(("kernel", "line", "instead"), SPOILT.values(), ids=SPOILT)
+def test_what_is_wrong_in_a_kernel_is_seen(kernel, line, instead, monkeypatch):
     translated = cuda_on_cpu.translated
 
     def spoilt(text):
         assert line in text
         return translated(text.replace(line, instead))
 
-    convolve, draw = lane_kernels.operations()[0], draws()
-    images, weights = draw(1, 12, 16, 16, 32).bfloat16(), draw(1, 32, 32, 3, 3)  # three strips for each program
-    args = images, weights, None, 0, False
-    exact = lane_kernels._convolved_plainly(*args).double()
+    (convolve, weigh), draw = lane_kernels.operations(), draws()
+    small, large = (draw(1, count, side, side, 32).bfloat16() for count, side in ((48, 8), (24, 16)))
+    weights, thin = draw(1, 32, 32, 3, 3), draw(1, 2, 16, 16, 24).bfloat16()
+    thin[..., 3:8] = 0
+    op, args, plainly = {  # several strips for each program
+        "convolve": (convolve, (large, weights, None, 0, False), lane_kernels._convolved_plainly),
+        "spread": (convolve, (small[:, :24].contiguous(), weights, large, 1, True), lane_kernels._convolved_plainly),
+        "weigh": (weigh, (small, small.flip(1), 0, 32), lane_kernels._weighed),
+        "add_up": (weigh, (thin[..., :8].contiguous(), thin[..., 8:].contiguous(), 0, 3), lane_kernels._weighed),
+    }[kernel]
+    exact = plainly(*args).double()
     if instead != line:
         monkeypatch.setattr(cuda_on_cpu, "translated", spoilt)
         monkeypatch.setattr(cuda_on_cpu, "_built", cuda_on_cpu._built.__wrapped__)
@@ -220,7 +232,7 @@ def test_what_is_wrong_in_a_kernel_is_seen(line, instead, monkeypatch):
     for backwards in (False, True):
         monkeypatch.setattr(kernels, "run", cuda_on_cpu.OnCPU(backwards))
         try:
-            fine.append(bool((convolve(*args) - exact).norm() <= 1e-3 * exact.norm()))
+            fine.append(bool((op(*args) - exact).norm() <= 1e-3 * exact.norm()))
         except cuda_on_cpu.KernelError:
             fine.append(False)
     assert all(fine) == (instead == line)

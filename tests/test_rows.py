@@ -12,7 +12,7 @@ from longhorizon.rivals.budget import Budget, Purse
 from longhorizon.rivals.driver import Watcher
 from longhorizon.rivals.ledger import Ledger
 from longhorizon.rundir import load_tensors, save_tensors
-from rivals_task import STEPS, compare, counted_task, loss, make_task, without_clock
+from rivals_task import STEPS, compare, counted_task, loss, make_task, trained_on, without_clock
 from test_compare import Stops
 
 METHODS = ["grid", "grid-halving", "hd"]
@@ -41,7 +41,7 @@ def test_a_row_is_the_same_trials(method, monkeypatch):
         assert e.values == {key: pytest.approx(v, rel=1e-4, abs=1e-7) for key, v in same.values.items()}
     assert [e.val_loss for e in row] == pytest.approx([e.val_loss for e in single], rel=1e-4)
     assert [e.cost for e in row] == [e.counted for e in row] == [e.cost for e in single]
-    read = sum(len(stream.read) for stream in streams)
+    read = trained_on(streams)
     assert read == sum(e.cost for e in row)
     assert all(e.seconds > 0 for e in row)
 
@@ -153,6 +153,21 @@ def test_two_processes_finish_one_row(tmp_path, four):
     losses = {e.trial: e.val_loss for e in ledger.all()}
     assert losses == pytest.approx({e.trial: e.val_loss for e in calm}, rel=1e-4)
     assert not list(old.parent.glob(rows.FILES))
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 10), (10, 1)])
+def test_a_lone_run_and_a_row_are_each_taken_up_as_they_were(tmp_path, four, first, then):
+    """Hypergradient descent trains alone where the budget is for one; with another budget it goes on all the same."""
+    with pytest.raises(lh.Interrupted):
+        compare(tmp_path / "r", watcher=Watcher(progress=Stops(7)), **settings_for("hd", budget=f"{first} runs"))
+    (file,) = (tmp_path / "r").rglob("*-0*.pt")
+    assert file.name.startswith("trial" if first == 1 else "row")
+    streams = []
+    settings = settings_for("hd", budget=f"{then} runs")
+    found = compare(tmp_path / "r", task=counted_task(streams), **settings).evaluations
+    again = 3  # on nobody's clock: a batch that is looked at, two steps of a row that is compiled again
+    assert trained_on(streams) == sum(e.cost for e in found) - 7 + again
+    assert [path.name[:3] for path in (tmp_path / "r").rglob("*-0*.pt")] == ([] if first == 1 else ["row"])  # of others
 
 
 @pytest.mark.parametrize("method", ["grid"])

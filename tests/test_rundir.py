@@ -18,7 +18,7 @@ import longhorizon as lh
 from longhorizon import rundir
 from longhorizon.rundir import RunDirectory
 from records import SPEC, make_records
-from test_tuning import HYPERS, make_task, tune
+from test_tuning import HYPERS, loss, make_task, tune
 
 
 def lines(directory):
@@ -346,3 +346,23 @@ def test_an_outer_optimizer_made_by_a_function_is_the_same_in_another_process(tm
     ]
     assert len(runs[1].history) == 2
     assert " at 0x" not in (tmp_path / "r" / "run.json").read_text()
+
+
+def rooted(model, batch, hypers):
+    return loss(model, batch) + 0.3 * hypers["a"].sqrt() * sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_a_value_that_makes_the_loss_no_number_is_gone_back_from_after_a_stop_too(tmp_path, stop):
+    """The second outer step has a root of what is below zero. A user who starts there is told before any work."""
+    task = make_task(loss=rooted, val_loss=loss)
+    settings = {"task": task, "hypers": {"lr": lh.Hyper(0.1), "a": lh.Hyper(0.05, step=0.1)}}
+    calm = tune(**settings).history
+    assert [record.status[:23] for record in calm[:2]] == ["ok", "non-finite loss at step"]
+    if stop:
+        tune(**settings, dir=tmp_path / "r", outer_steps=stop)
+    found = tune(**settings, dir=tmp_path / "r").history
+    assert [without_clock(record) for record in found] == [without_clock(record) for record in calm]
+    with pytest.raises(ValueError, match=r"Task.loss is nan on the first train batch with fresh weights"):
+        tune(**settings | {"hypers": {"lr": lh.Hyper(0.1), "a": lh.Hyper(-0.05, step=0.1)}}, dir=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()

@@ -175,6 +175,31 @@ def test_runs_that_explode_from_the_first_on_are_not_taken_for_a_result(outer_st
         tune(task=make_task(loss=huge), hypers={"lr": lh.Hyper(60.0, step=1.0)}, outer_steps=outer_steps)
 
 
+def test_a_first_run_may_end_worse_than_a_good_start():
+    """A model that is nearly right from the beginning, and trained on noisy targets: training began far worse."""
+    true = torch.tensor([[1.0, -1.0, 0.5]])
+
+    def model():
+        made = torch.nn.Linear(3, 1, bias=False)
+        made.weight.data = true + 0.01
+        return made
+
+    def noisy(seed):
+        generator = torch.Generator().manual_seed(seed)
+        xs = torch.randn(20, 32, 3, generator=generator)
+        return [(x, x @ true.T + 0.5 * torch.randn(32, 1, generator=generator)) for x in xs]
+
+    task = lh.Task(
+        model,
+        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        noisy,
+        lambda seed: [(x, x @ true.T) for x, _ in noisy(seed + 1)[:4]],
+    )
+    run = lh.tune(task, lh.sgd(), {"lr": lh.Hyper(0.2)}, steps=20, outer_steps=3)
+    assert run.history[0].val_loss > 5 * 3e-4  # that of fresh weights
+    assert [record.status for record in run.history] == ["ok"] * 3
+
+
 def test_a_first_run_that_only_gets_worse_is_followed():
     """Here the validation loss is a fifth larger after training than before."""
     engine = Told((0.85, FALLS, SURE))

@@ -51,6 +51,7 @@ class Problem:
         self.on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
         self.compared: set[Any] = set()  # traces that were compared with plain steps in this run
         self.draws = False  # whether a training step draws random numbers; seen when the losses are first called
+        self.unfit = ""  # why nothing can come of it, seen then too
         self.learnt = [key for key, hyper in self.hypers.items() if hyper.learn]
         self.n_values = sum(self.hypers[key].windows for key in self.learnt)
         self.n_params = sum(p.numel() for p in params.values())
@@ -245,6 +246,15 @@ def make_problem(
     return problem
 
 
+def refuse_unfit(problem: Problem) -> None:
+    """Refuse a loss that is no number from the start, at values that a user gave.
+
+    At values that something else chose (an outer step, a search), it is a run that diverged.
+    """
+    if problem.unfit:
+        raise ValueError(problem.unfit)
+
+
 def check_parts(task: object, rule: object) -> None:
     """Refuse what is no task or no rule."""
     if not isinstance(task, Task):
@@ -328,7 +338,7 @@ def _check_losses(problem: Problem) -> None:
                 "expected a scalar of floating point; take the mean."
             )
         if bool(value.isnan()) or (part == "train" and bool(value.isinf())):
-            raise ValueError(
+            problem.unfit = problem.unfit or (
                 f"Task.{name} is {value.item():g} on the first {part} batch with fresh weights, before any step: look "
                 "for NaN and infinity in the data, and for what the loss makes of them."
             )

@@ -261,8 +261,8 @@ def _doubts_table(records: Sequence[OuterStep]) -> str:
     return section(
         "Hypergradients not to be trusted",
         table(["step", "values (windows from 1)", "why", "they were", "what helps"], rows, [0]),
-        "Where training amplifies changes, most of a product was clipped, or the standard error is as large as the "
-        "slope, the sign of a hypergradient says little.",
+        "Where training amplifies changes, a thousandth of a product or more was clipped, or the standard error is as "
+        "large as the slope, the sign of a hypergradient says little.",
     )
 
 

@@ -132,6 +132,7 @@ def tune(
         tuning = Tuning(task, rule, hypers, **given)
         history: list[OuterStep] = []
         with environment(precision):
+            tuning.prepare()
             _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
         return _tuned(tuning, history, None)
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written

@@ -1,9 +1,9 @@
 """Whether a hypergradient can be believed, window by window, in words.
 
 Five things speak against a value's hypergradient: it is not finite; training amplifies changes from the beginning of
-its window to the end of the run, so that the derivative describes chaos; the clip cut off a large part of it; the
-seeds of an outer step do not agree on its sign; or its standard error, where it has one, leaves the sign open. Each has
-its remedy.
+its window to the end of the run, so that the derivative describes chaos; the clip cut off a part of it, which hides
+chaos; the seeds of an outer step do not agree on its sign; or its standard error, where it has one, leaves the sign
+open. Each has its remedy.
 """
 
 import math
@@ -21,7 +21,8 @@ from longhorizon.result import Hypergradient
 AMPLIFIED = 3.0
 AMPLIFIED_UNCUT = 30.0  # the same without the clip of an adjoint, which keeps chaos from showing
 # Share of the Hessian product that is cut off, mean over the run from when the window began: there 91 % of clipped
-# learning rates' signs are right where it is smaller, and 47 % where it is larger. Clipped tangents look calm.
+# learning rates' signs are right where it is smaller, and 47 % where it is larger. Clipped tangents look calm. It tells
+# hot runs from others, not the bad values within a hot one.
 CLIPPED = 0.001
 AGREEING = 0.75  # share of the seeds that have the sign of their mean
 SURE = 0.84  # of a sign, by its standard error: one standard error away from zero

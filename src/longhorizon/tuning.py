@@ -22,7 +22,7 @@ from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
-from longhorizon.problem import Problem, check_parts, environment, make_problem
+from longhorizon.problem import Problem, check_parts, environment, make_problem, refuse_unfit
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
@@ -155,6 +155,7 @@ class Tuning:
     def prepare(self) -> None:
         """Make the first run's model and data now, with all that is checked then."""
         self._prepared = self._make()
+        refuse_unfit(self._prepared)
 
     def _make(self) -> Problem:
         """Fresh weights and a fresh split."""
@@ -207,7 +208,7 @@ class Tuning:
             exploded = f"{exploded}; {_named(guilty, self.hypers)} goes back"
             bad = [exploded] * len(finished)
         else:
-            exploded = f"{exploded}; half a step back" if exploded else ""
+            exploded = f"{exploded}; half a step back" if exploded and self.good is not None else exploded
             bad = [exploded] * len(finished) if exploded else bad
             self.outer_state = self.outer.shrink(self.outer_state)
             self.values = at if self.good is None else halfway(self.good[1], at, self.hypers)
@@ -248,14 +249,16 @@ class Tuning:
         Far worse than the last good run, too, because the validation loss may have other units than the training loss;
         where there is none yet, than fresh weights.
         """
-        fresh = max((abs(f["fresh"]) for f in self.finished if math.isfinite(f.get("fresh", math.nan))), default=0.0)
-        if self.good is None and fresh and val_loss > most_of_fine(fresh, math.nan):
+        key = "fresh" if self.good is None else "began"
+        if not all(key in f and "began" in f for f in self.finished):  # older ones do not know
+            return ""
+        began, fresh = (
+            max((abs(f[k]) for f in self.finished if math.isfinite(f[k])), default=math.nan) for k in ("began", key)
+        )
+        if not val_loss > most_of_fine(fresh if self.good is None else self.good[0], began):
+            return ""
+        if self.good is None:
             return f"exploded: validation loss {val_loss:.3g}, and {fresh:.3g} before training"
-        if self.good is None or not all("began" in f for f in self.finished):  # older ones do not know
-            return ""
-        began = max((abs(f["began"]) for f in self.finished if math.isfinite(f["began"])), default=math.nan)
-        if not val_loss > most_of_fine(self.good[0], began):
-            return ""
         return f"exploded: validation loss {val_loss:.3g}, and training began with {began:.3g}"
 
     def _guilty(self, grad: Values, error: Values) -> dict[str, list[int]]:
@@ -306,6 +309,8 @@ def steps(
         seeds=seeds,
         gate=gate,
     )
+    with environment():
+        tuning.prepare()
     while not tuning.done:
         record = None
         with environment():

@@ -10,7 +10,7 @@ from longhorizon.engines.base import Engine, Progress
 from longhorizon.engines.choose import choose
 from longhorizon.engines.greedy import Greedy
 from longhorizon.hypers import Hyper
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import Problem, environment, make_problem, refuse_unfit
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
@@ -72,6 +72,8 @@ def hypergradient(
         raise TypeError(f"progress={progress!r}: expected a function or None.")
     with environment(precision):
         problem = make_problem(task, rule, hypers, steps, seed, values, traces)
+        if values is None:
+            refuse_unfit(problem)
         return compute(problem, engine, per_step, progress)
 
 

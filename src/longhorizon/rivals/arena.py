@@ -167,6 +167,11 @@ class Arena:
         return None if payload is None else dict(payload["content"])
 
 
+def trial_file(number: int) -> str:
+    """Where a trial is saved on its way."""
+    return f"trial-{number:05d}.pt"
+
+
 class Trial:
     """One training run of a method, in one stretch or rung by rung; saved on its way.
 
@@ -188,7 +193,7 @@ class Trial:
         file: str = "",
     ):
         self.arena, self.number, self.setting, self._make = arena, number, setting, make
-        self.file = file or f"trial-{number:05d}.pt"
+        self.file = file or trial_file(number)
         self.training: Trains | None = None
         self.since = 0  # the step of the last evaluation
         self.seconds, self.counted = seconds, 0  # since then

@@ -69,7 +69,7 @@ class Descents:
         at = [t] * len(lanes.in_lanes)
         given = lanes.given(at)
         if given is None:
-            raise ValueError(f"runs of hypergradient descent have batches of different shapes at step {t}.")
+            raise ValueError(f"runs of hypergradient descent differ in their batches' shapes, or models, at step {t}.")
         batch, fixed, usual = given
         hypers, values = self._hypers(fixed, s.values), s.values
         with cuda.half() if self._half else nullcontext():

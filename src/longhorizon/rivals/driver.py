@@ -178,6 +178,7 @@ def compare(
     for method in wanted:
         method.check(setup)
     with environment(precision):
+        tuning.prepare()
         _check_budget(setup, wanted, limit, budget)
         for method in wanted:
             method.warm()

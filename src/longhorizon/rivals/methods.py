@@ -202,7 +202,10 @@ class HypergradientDescent(Method):
 
     def run(self, arena: Arena) -> None:
         steps = arena.setup.steps
-        only = not arena.past() and not arena.purse.allows(2 * steps)  # one run, which needs no row
+        if not arena.purse.allows(steps):
+            return
+        # One run needs no row, if it is not in one already.
+        only = not arena.past() and not arena.purse.allows(2 * steps) and not any(arena.dir.glob(rows.FILES))
         if not only:
             rows.recompile(arena, DESCENT)
         while arena.purse.allows(steps):

@@ -20,7 +20,7 @@ from longhorizon.engines.base import CHECK_EVERY
 from longhorizon.inner import State
 from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem
-from longhorizon.rivals.arena import Arena, Stop, Trial, settle
+from longhorizon.rivals.arena import Arena, Stop, Trial, settle, trial_file
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting
 from longhorizon.rivals.training import Counter, Judged, Training, Trains, judged
@@ -90,6 +90,11 @@ def width(arena: Arena, runs: int = WIDTH) -> int:
 def evaluate(arena: Arena, jobs: Sequence[Job], steps: int, kind: Kind = PLAIN) -> None:
     """Train and judge each that is not in the journal, in rows; it ends before the last one if the purse does."""
     todo = {job.number: job for job in jobs if arena.found(job.number, steps) is None}
+    lone = [job for job in todo.values() if width(arena) > 1 and (arena.dir / trial_file(job.number)).exists()]
+    for job in lone:  # begun where there was no row for it
+        if not arena.purse.allows(steps):
+            return
+        alone(arena, todo.pop(job.number), steps, kind)
     rows = []
     for _, saved in _interrupted(arena, steps):  # these go on as they were
         rows.append([todo.pop(number) for number in saved["numbers"] if number in todo])
