@@ -209,7 +209,7 @@ def test_what_is_tested_is_kept_and_a_learnt_loss_compared(tmp_path):
 
 
 def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):
-    words = ["--hypers.lr.start", "1e30", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1.0", "--test-seeds", "2"]
+    words = ["--hypers.lr.start", "0.1", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1e30", "--test-seeds", "2"]
     lines = call("tune", "--json", *SMALL, *words, cwd=tmp_path).stdout.splitlines()
 
     def refuse(name):

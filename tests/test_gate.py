@@ -200,7 +200,7 @@ def test_without_a_step_tuning_stays_exact():
     def loss(model, batch, hypers):
         return model(1.0, 5.0) * hypers["tilt"]
 
-    task = lh.Task(Saddle, loss, lambda seed: [0] * 40, lambda seed: [0])
+    task = lh.Task(Saddle, loss, lambda seed: [0] * 40, lambda seed: [0], lambda model, batch: model(1.0, 5.0))
     hypers = {"lr": lh.Hyper(0.1, learn=False), "tilt": lh.Hyper(1.0, windows=2)}
     options = {"steps": 40, "outer_steps": 1, "outer": lh.GradientDescent(1e-9)}
     assert "smoothed" not in lh.tune(task, lh.sgd(), hypers, **options).history[0].engine

@@ -205,7 +205,8 @@ def test_what_no_torch_optimizer_takes_can_be_left_out():
 
 def test_attach_refuses_what_would_be_silently_wrong():
     optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match="sets 'momentum', which Adam does not have; it was learnt for sgd"):
+    another, lacks = "learnt for torch.optim.SGD, and this is Adam", "sets 'momentum', which Adam does not have"
+    with pytest.warns(UserWarning, match=another), pytest.raises(ValueError, match=lacks):
         SCHEDULE.attach(optimizer, steps=5)
     with pytest.raises(ValueError, match="no parameter group of the optimizer has the name 'head'"):
         lh.Schedule({"lr/head": (0.1,)}).attach(optimizer, steps=5)
@@ -368,6 +369,44 @@ def test_arguments_that_were_not_learnt_and_differ_are_warned_of():
         adamw.attach(torch.optim.AdamW(model.parameters(), weight_decay=lh.adamw().defaults["weight_decay"]), 10)
 
 
+@pytest.mark.parametrize("by", ["value", "norm"])
+def test_what_no_torch_optimizer_has_is_not_compared(by):
+    rule = lh.clipped(lh.sgd(momentum=0.9), 1.0, by=by)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of(rule, lr=0.1).attach(optimizer, 10)
+    with pytest.warns(UserWarning, match=r"learnt with momentum=0\.5, .*SGD has momentum=0\.9"):
+        of(lh.clipped(lh.sgd(momentum=0.5), 1.0, by=by), lr=0.1).attach(optimizer, 10)
+
+
+class AdamW8bit(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("rule", "make", "warns"),
+    [
+        (lh.sgd, torch.optim.SGD, False),
+        (lh.adam, torch.optim.Adam, False),
+        (lh.adamw, torch.optim.AdamW, False),
+        (lh.adamw, AdamW8bit, False),
+        (lh.adamw, lambda p: torch.optim.Adam(p, weight_decay=0.01, decoupled_weight_decay=True), False),
+        (lh.adamw, torch.optim.Adam, True),
+        (lh.adam, torch.optim.AdamW, True),
+        (lh.adamw, torch.optim.SGD, True),
+        (lh.sgd, torch.optim.RMSprop, True),
+        (lambda: lh.clipped(lh.sgd(), 1.0), torch.optim.Adam, True),
+    ],
+)
+def test_an_optimizer_of_another_kind_is_warned_of(rule, make, warns):
+    optimizer = make([nn.Parameter(torch.zeros(1))])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        of(rule(), lr=0.1).attach(optimizer, 10)
+    assert [("and this is" in str(w.message)) for w in said] == [True] * warns
+
+
 def test_arguments_that_are_the_same_in_one_group_or_of_another_optimizer_are_not():
     model = torch.nn.Linear(2, 1)
     decays = of(lh.sgd(weight_decay=1e-2), lr=0.1)
@@ -375,5 +414,5 @@ def test_arguments_that_are_the_same_in_one_group_or_of_another_optimizer_are_no
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decays.attach(torch.optim.SGD(groups, lr=1.0), 10)
-        decays.attach(torch.optim.AdamW(model.parameters(), weight_decay=0.5), 10)
+        lh.Schedule({"lr": (0.1,)}).attach(torch.optim.AdamW(model.parameters(), weight_decay=0.5), 10)
         of(lh.sgd(momentum=0.9), lr=0.1, momentum=0.5).attach(torch.optim.SGD(model.parameters(), lr=1.0), 10)

@@ -131,7 +131,7 @@ def tune(
     chosen = recipes.load_recipe(recipe, overrides(words))
     name = recipe.stem if recipe else chosen.task.partition(":")[0] or chosen.data
     path = Path(dir) if dir else next_directory(Path("runs"), name)
-    if (path / "run.json").exists():
+    if lh.RunDirectory(path).begun:
         raise lh.RunError(f"{path} holds a run already; go on with it by 'longhorizon resume {path}'.")
     _tune(chosen, path, as_json, tensorboard, optuna_storage)
 
@@ -333,7 +333,9 @@ def _recorders(
         if tensorboard:
             found.append(recorders.TensorBoardRecorder(path / "tensorboard"))
         if optuna_storage:
-            ranges = lh.search_range(hypers, chosen.outer_steps) if chosen.outer == "sign" else None
+            ranges = (
+                lh.search_range(hypers, chosen.outer_steps, recipes.rule_of(chosen)) if chosen.outer == "sign" else None
+            )
             found.append(recorders.OptunaRecorder(optuna_storage, path.name, ranges))
     known = lh.RunDirectory(path).journal() if (path / "run.json").exists() else []
     for recorder in found:  # what a kill kept from them; a step they know already is not taken twice

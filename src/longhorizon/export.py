@@ -5,7 +5,7 @@ import io
 import sys
 from pprint import pformat
 
-from longhorizon.schedule import BETAS, Schedule, patterns
+from longhorizon.schedule import BETAS, TWINS, Schedule, patterns, rule_name
 
 CLIPS = ("grad_clip", "clip_by")  # no arguments of a torch optimizer
 
@@ -143,8 +143,8 @@ def _clip(schedule: Schedule) -> str:
 
 def _twin(schedule: Schedule) -> str:
     """The torch optimizer to use, with the arguments that the schedule does not set, or not for all parameters."""
-    name = str(schedule.rule.get("name", "")).removeprefix("clipped ")
-    twin = {"sgd": "torch.optim.SGD", "adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW"}.get(name, name)
+    name = rule_name(schedule)
+    twin = TWINS.get(name, name)
     scheduled = {key for key in schedule.values if "/" not in key and key not in schedule.params}
     defaults = dict(schedule.rule.get("defaults", {}))
     betas = [defaults.pop(beta) for beta in BETAS] if set(BETAS) <= set(defaults) else []

@@ -36,8 +36,9 @@ class Hyper:
         start: first value, a float, or one float per window.
         windows: number of values along the run, from 1 (constant) to the number of steps.
         step: how far one outer step moves a value at first (γ of the paper's Algorithm 2); in units of ln(value) for
-            the log scale. Default: the paper's for lr, momentum and weight_decay; 0.25 for the log scale.
-        low, high: bounds, kept by projection.
+            the log scale. Default: the paper's for lr, momentum and weight_decay (Adam's lr: 1e-3), but no more than
+            the largest start, where that is not zero; 0.25 for the log scale.
+        low, high: bounds, kept by projection. Default: those of the rule's argument, which Adam's betas and eps have.
         scale: "linear", or "log" for values that must stay positive and move by factors.
         params: which parameters it applies to: a pattern ("head.*"), several, "ndim>=2" or "ndim<2" (matrices; biases
             and norms), or a function `(name, tensor) -> bool`. Default: all that no other entry selects.
@@ -69,14 +70,15 @@ def argument(key: str) -> str:
     return key.split("/", 1)[0]
 
 
-def step_size(key: str, hyper: Hyper) -> float:
-    """γ at the start."""
+def step_size(key: str, hyper: Hyper, usual: float | None = None) -> float:
+    """γ at the start; `usual` is what it is for this argument, if that is known better."""
     if hyper.step is not None:
         return float(hyper.step)
     if hyper.scale == "log":
         return 0.25
-    if argument(key) in DEFAULT_STEPS:
-        return DEFAULT_STEPS[argument(key)]
+    usual = usual or DEFAULT_STEPS.get(argument(key))
+    if usual is not None:
+        return min(usual, float(hyper.values().abs().max()) or usual)
     raise ValueError(f"hyperparameter {key!r} has no `step`, and there is no usual one for it; give Hyper(…, step=…).")
 
 

@@ -8,7 +8,7 @@ their VJP. Nothing in here, or there, knows any optimizer by name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from longhorizon import tree
 from longhorizon.functional import Buffers, Functional
-from longhorizon.hypers import Hyper, argument, nearest, select
-from longhorizon.rules import Params, Rule, Update
+from longhorizon.hypers import Hyper, argument, nearest, select, step_size
+from longhorizon.rules import Params, Range, Rule, Update
 
 _WHOLE = ("all parameters",)  # the name of the vector of a group
 Hypers = dict[str, Tensor]  # key -> 0-dim tensor, the values of one step
@@ -233,6 +233,21 @@ def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_
     return tuple(
         Group(tuple(names), dict(zip(rule.defaults, sources, strict=True))) for sources, names in sorted_names.items()
     )
+
+
+def fitted(rule: Rule, hypers: Mapping[str, Hyper]) -> dict[str, Hyper]:
+    """The entries with the bounds and outer steps that the rule's arguments have, where they have none of their own."""
+    made = {}
+    for key, hyper in hypers.items():
+        low, high, step = rule.ranges.get(argument(key), Range())
+        rule.check(argument(key), hyper.values().tolist(), f"hyperparameter {key!r} starts at {hyper.start!r}")
+        made[key] = replace(
+            hyper,
+            low=low if hyper.low is None else hyper.low,
+            high=high if hyper.high is None else hyper.high,
+            step=step_size(key, hyper, step) if step else hyper.step,
+        )
+    return made
 
 
 def check_names(rule: Rule, hypers: Mapping[str, Hyper], learnt_loss: bool) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from longhorizon.hypers import Hyper, step_size
+from longhorizon.inner import fitted
+from longhorizon.rules import Rule
 
 Values = dict[str, Tensor]  # key -> one number per window, float64
 State = dict[str, Any]  # plain numbers and tensors, so that it can be saved
@@ -229,14 +231,19 @@ def between(values: Values, one: Values, other: Values) -> Values:
     return {key: v.clamp(one[key].minimum(other[key]), one[key].maximum(other[key])) for key, v in values.items()}
 
 
-def search_range(hypers: Mapping[str, Hyper], outer_steps: int) -> dict[str, tuple[float, float]]:
+def search_range(
+    hypers: Mapping[str, Hyper], outer_steps: int, rule: Rule | None = None
+) -> dict[str, tuple[float, float]]:
     """How far `SignDescent` can get from the starts in a number of outer steps.
+
+    Args:
+        rule: whose arguments may have bounds and outer steps of their own.
 
     >>> search_range({"lr": Hyper(0.0, step=0.1, low=-0.5)}, 10)
     {'lr': (-0.5, 1.0)}
     """
     ranges = {}
-    for key, hyper in _learnt(hypers).items():
+    for key, hyper in _learnt(hypers if rule is None else fitted(rule, hypers)).items():
         reach = torch.full((hyper.windows,), step_size(key, hyper) * outer_steps, dtype=torch.float64)
         low, high = move(hyper.values(), -reach, hyper), move(hyper.values(), reach, hyper)
         ranges[key] = (float(low.min()), float(high.max()))

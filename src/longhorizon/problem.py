@@ -13,7 +13,7 @@ from longhorizon import compile, cuda, seeds, tree
 from longhorizon.batches import Batches, device_of
 from longhorizon.functional import Buffers, Functional
 from longhorizon.hypers import Hyper, argument, check_hypers, check_values, nearest, window_of
-from longhorizon.inner import Hypers, Inner, State, make_groups
+from longhorizon.inner import Hypers, Inner, State, fitted, make_groups
 from longhorizon.rules import Params, Rule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
@@ -51,7 +51,8 @@ class Problem:
         self.on_device = {key: v.to(self.device, self.dtype) for key, v in self.values.items()}
         self.compared: set[Any] = set()  # traces that were compared with plain steps in this run
         self.draws = False  # whether a training step draws random numbers; seen when the losses are first called
-        self.unfit = ""  # why nothing can come of it, seen then too
+        self.unfit = ""  # why nothing can come of it, seen then too,
+        self.read_in_validation: set[str] = set()  # and which hyperparameters the validation loss reads
         self.learnt = [key for key, hyper in self.hypers.items() if hyper.learn]
         self.n_values = sum(self.hypers[key].windows for key in self.learnt)
         self.n_params = sum(p.numel() for p in params.values())
@@ -215,6 +216,7 @@ def make_problem(
     check_parts(task, rule)
     check_hypers(hypers, steps)
     seed = seeds.checked(seed)
+    hypers = fitted(rule, hypers)
     chosen = _chosen_values(hypers, values)
     seeds.seed_all(seeds.mix(seed, seeds.INIT))
     functional = Functional(task, task.model())
@@ -317,17 +319,18 @@ def _check_losses(problem: Problem) -> None:
     functional, state = problem.inner.functional, problem.start
     params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
     own = list(params.values())
-    recorder = Recorder(problem.hypers_at(0))
+    read: dict[str, set[str]] = {}
     for part, batch, loss in (
         ("train", problem.batch(0), problem.task.loss),
         ("val", problem.val[0], problem.task.val_loss or problem.task.loss),
     ):
         name = "loss" if loss is problem.task.loss else "val_loss"
         problem.seed_step(0)
-        generators, versions = seeds.torch_state(), _versions(batch)
+        generators, versions, recorder = seeds.torch_state(), _versions(batch), Recorder(problem.hypers_at(0))
         with torch.set_grad_enabled(part == "train"):
             value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
         _check_unchanged(name, part, batch, versions)
+        read[part] = recorder.read
         if part == "train":
             problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
@@ -348,9 +351,12 @@ def _check_losses(problem: Problem) -> None:
                 "`item` or `no_grad` from Task.loss and the model."
             )
         check_own(functional.module, value, name)
-    unread = [k for k in problem.hypers if argument(k) not in problem.rule.defaults and k not in recorder.read]
+    problem.read_in_validation = read["val"]
+    unread = [
+        k for k in problem.hypers if argument(k) not in problem.rule.defaults and k not in read["train"] | read["val"]
+    ]
     if unread:
-        known = sorted(recorder.read) + list(problem.rule.defaults)
+        known = sorted(read["train"] | read["val"]) + list(problem.rule.defaults)
         raise ValueError(
             f"unknown hyperparameter {unread[0]!r}: it is no float argument of {problem.rule.name} and the loss never "
             f"reads it.{nearest(unread[0], known)}"

@@ -5,7 +5,7 @@ is written out of place and never branches on a hyperparameter's value, so its J
 at zero too. A hyperparameter arrives as a 0-dim tensor, or as a plain float where it is fixed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
@@ -26,6 +26,14 @@ class Together(NamedTuple):
     change: Callable[[Params, Values], Params]  # (grads, hypers) -> grads, pure
 
 
+class Range(NamedTuple):
+    """What an argument may be, and how far the first outer step moves it, where a `Hyper` does not say."""
+
+    low: float | None = None
+    high: float | None = None
+    step: float | None = None
+
+
 @dataclass(frozen=True)
 class Rule:
     """How parameters move.
@@ -39,6 +47,7 @@ class Rule:
         together: for what needs all gradients at once, such as their norm: `update` sees one group of parameters.
         elementwise: every entry of a parameter moves by itself, and the state is made of dicts like the parameters and
             of what has no parameter's shape. On a GPU a group then moves as one vector, which compiles faster.
+        ranges: per argument, its bounds and its usual outer step, where it has any of its own.
     """
 
     name: str
@@ -48,6 +57,7 @@ class Rule:
     options: Mapping[str, Any] = field(default_factory=dict)
     together: Together | None = None
     elementwise: bool = False
+    ranges: Mapping[str, Range] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for argument, value in self.defaults.items():
@@ -55,6 +65,14 @@ class Rule:
                 raise TypeError(
                     f"{self.name}({argument}={value!r}): expected a float; to learn it, list it in `hypers`."
                 )
+            self.check(argument, [value], f"{self.name}({argument}={value!r})")
+
+    def check(self, argument: str, values: Sequence[float], what: str) -> None:
+        """Refuse what is outside an argument's bounds; `what` says who gave it."""
+        low, high, _ = self.ranges.get(argument, Range())
+        if any((low is not None and v < low) or (high is not None and v > high) for v in values):
+            bounds = [f"at {word} {bound:g}" for word, bound in (("least", low), ("most", high)) if bound is not None]
+            raise ValueError(f"{what}: {self.name} takes {' and '.join(bounds)} there.")
 
 
 class SgdState(NamedTuple):
@@ -87,11 +105,22 @@ def sgd(
         weight_decay: ξ.
         nesterov: look ahead along the new velocity.
     """
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"sgd(nesterov={nesterov!r}): expected True or False.")
     if nesterov and dampening != 0.0:
         raise ValueError(f"sgd(nesterov=True, dampening={dampening}): Nesterov momentum needs dampening 0.")
 
     defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
     return Rule("sgd", defaults, _sgd_init, _sgd_update(nesterov), {"nesterov": nesterov}, elementwise=True)
+
+
+# Steps are of about the size of the lr, whatever the gradient. At β = 1, and at ε = 0 where a gradient is zero, 0 / 0.
+_ADAM = {
+    "lr": Range(step=1e-3),
+    "beta1": Range(-0.9999, 0.9999),
+    "beta2": Range(0.0, 0.99999),
+    "eps": Range(low=1e-12),
+}
 
 
 class AdamState(NamedTuple):
@@ -112,7 +141,7 @@ def adam(
     with m̂ = m / (1 − β₁ᵗ), ŝ = s / (1 − β₂ᵗ). Kingma & Ba, ICLR 2015.
     """
     defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    return Rule("adam", defaults, _adam_init, _adam_update(decoupled=False), elementwise=True)
+    return Rule("adam", defaults, _adam_init, _adam_update(decoupled=False), elementwise=True, ranges=_ADAM)
 
 
 def adamw(
@@ -123,7 +152,7 @@ def adamw(
     Loshchilov & Hutter, ICLR 2019.
     """
     defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    return Rule("adamw", defaults, _adam_init, _adam_update(decoupled=True), elementwise=True)
+    return Rule("adamw", defaults, _adam_init, _adam_update(decoupled=True), elementwise=True, ranges=_ADAM)
 
 
 def clipped(rule: Rule, grad_clip: float, by: Literal["value", "norm"] = "value") -> Rule:

@@ -136,7 +136,7 @@ def tune(
             _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
         return _tuned(tuning, history, None)
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written
-    if not RunDirectory(dir).exists:
+    if not RunDirectory(dir).begun:
         with environment(precision):
             first.prepare()
     with RunDirectory(dir) as directory:
@@ -172,7 +172,7 @@ def settings_of(tuning: Tuning) -> dict[str, Any]:
     engine = tuning.engine
     return {
         "rule": {"name": tuning.rule.name, "defaults": tuning.rule.defaults, "options": tuning.rule.options},
-        "hypers": {key: _hyper_settings(hyper) for key, hyper in tuning.hypers.items()},
+        "hypers": {key: _hyper_settings(hyper) for key, hyper in tuning.given.items()},
         "steps": tuning.horizons,
         "outer": re.sub(r" at 0x\w+", "", str(outer.make if isinstance(outer, TorchOuter) else outer)),
         "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},

@@ -75,6 +75,11 @@ class RunDirectory:
         """Whether a run was begun here."""
         return (self.path / "run.json").exists()
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is something to go on from. What a run that failed at once leaves may be written over."""
+        return self.exists and any(next(self.path.rglob(name), None) for name in ("journal.jsonl", "*.pt"))
+
     def begin(self, settings: Mapping[str, Any], recipe: str | None = None) -> None:
         """Write down what is run, or check that it is what was begun here.
 
@@ -84,15 +89,17 @@ class RunDirectory:
         print_ = fingerprint(settings)
         if self.exists:
             there = self.describe()
-            if there["fingerprint"] != print_ and there["settings"] != _jsonable(settings):  # 1 and 1.0 are one
+            same = there["fingerprint"] == print_ or there["settings"] == _jsonable(settings)  # 1 and 1.0 are one
+            if not same and self.begun:
                 raise RunError(
                     f"{self.path} holds another run: {_first_difference(there['settings'], _jsonable(settings))}. "
                     "Choose another directory, or use the settings it was begun with."
                 )
-            if recipe is not None and recipe != there.get("recipe"):  # more outer steps: so will it be when resumed
+            if same and recipe is not None and recipe != there.get("recipe"):  # more outer steps: so when resumed
                 self.save_json("run.json", there | {"recipe": recipe})
-            return
-        if (self.path / "journal.jsonl").exists() or (self.path / "checkpoint.pt").exists():
+            if same:
+                return
+        elif (self.path / "journal.jsonl").exists() or (self.path / "checkpoint.pt").exists():
             raise RunError(
                 f"{self.path} has a journal or a checkpoint but no run.json: part of it was deleted. "
                 "Put run.json back, or choose another directory."

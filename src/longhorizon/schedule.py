@@ -21,6 +21,7 @@ FORMAT = "longhorizon-schedule"
 VERSION = 2  # 2: "params"
 FUNCTION = "a function"  # in the place of a `params` that no file can hold
 BETAS = ("beta1", "beta2")  # `betas` in torch
+TWINS = {"sgd": "torch.optim.SGD", "adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW"}  # of rules
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class ScheduleScheduler(LRScheduler):
         if isinstance(steps, bool) or not isinstance(steps, int | Integral) or steps < 1:
             raise ValueError(f"attach(steps={steps!r}): expected the number of optimizer steps of the run, at least 1.")
         self.schedule, self.steps = schedule, int(steps)
+        _warn_of_another_kind(optimizer, schedule)
         self.plan = _plan(optimizer, schedule)
         _warn_of_others(optimizer, schedule)
         super().__init__(optimizer, last_epoch)
@@ -312,18 +314,46 @@ def _plan(optimizer: torch.optim.Optimizer, schedule: Schedule) -> list[dict[str
 def _warn_of_others(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
     """Say which arguments that the schedule does not set are other ones, in every group, than it was learnt with."""
     kind, rule = type(optimizer).__name__, schedule.rule
-    if kind.lower() != str(rule.get("name", "")).removeprefix("clipped "):
+    if _kind(optimizer) != rule_name(schedule):
         return
     groups = [group | dict(zip(BETAS, group.get("betas", ()), strict=False)) for group in optimizer.param_groups]
     learnt_with, others = {**rule.get("fixed", {}), **rule.get("options", {})}, []
     for arg, value in learnt_with.items():
-        found = [group.get(arg, value) for group in groups]
-        if not any(math.isclose(float(one), float(value), rel_tol=1e-6) for one in found):
+        found = [group[arg] for group in groups if arg in group]
+        if found and not any(_alike(one, value) for one in found):
             others.append((f"{arg}={value!r}", f"{arg}={found[0]!r}"))
     if others:
         had, has = (", ".join(texts) for texts in zip(*others, strict=True))
         warnings.warn(
             f"the schedule was learnt with {had}, and {kind} has {has}: give it those values to train alike.",
+            stacklevel=4,
+        )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return bool(one == other)
+    return math.isclose(float(one), float(other), rel_tol=1e-6)
+
+
+def rule_name(schedule: Schedule) -> str:
+    """The rule that a schedule was learnt with, without its clip."""
+    return str(schedule.rule.get("name", "")).removeprefix("clipped ")
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer's name, as a rule has it."""
+    decoupled = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+    return "adamw" if decoupled and isinstance(optimizer, torch.optim.Adam) else type(optimizer).__name__.lower()
+
+
+def _warn_of_another_kind(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    """Say where a schedule of one of torch's optimizers is given to another one: its values rarely suit it."""
+    name, kind = rule_name(schedule), _kind(optimizer)
+    if name in TWINS and (kind != name if kind in TWINS else name not in kind):  # AdamW8bit is an AdamW
+        warnings.warn(
+            f"the schedule was learnt for {TWINS[name]}, and this is {type(optimizer).__name__}: what is best for one "
+            "is rarely good for the other. Use that optimizer, or learn a schedule for this one.",
             stacklevel=4,
         )
 

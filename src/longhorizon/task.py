@@ -22,7 +22,8 @@ class Task:
         train: `(seed) -> batches`, at least as many as the run has steps. A sequence (anything with `__getitem__`) is
             read by step number; an iterable is read in order. Equal seeds must give equal batches.
         val: `(seed) -> list of batches`. The validation loss is the plain mean over them, so make them of equal size.
-        val_loss: judges the trained model where that differs from `loss` (for instance without label smoothing).
+        val_loss: judges the trained model where that differs from `loss` (for instance without label smoothing); needed
+            where a learnt hyperparameter could make `loss` smaller by itself, such as a weight of the loss.
         val_mode: "eval" judges as the model will be used: no dropout, BatchNorm by its running statistics, through
             whose history we differentiate too. "train" uses batch statistics and dropout, as in training.
         metrics: `(model, batch) -> {"accuracy": …}`, numbers to watch besides the loss; taken in eval mode.

@@ -16,8 +16,8 @@ from longhorizon.hypers import window_start
 from longhorizon.result import Hypergradient
 
 # Growth from the beginning of a window to the end of the run. Of exact learning rates' signs in the small tasks of
-# experiments/trust_bound.py 93 % are right where it is below 2, 79 % between 2 and 5, and half above 10. The hybrid
-# does best there with a bound of 2 or 3, better than with 10.
+# experiments/trust_bound.py 93 % are right where it is below 2, 79 % between 2 and 5, and half above 10. At the edge
+# the hybrid does best with a bound of 2 or 3, better than with 10.
 AMPLIFIED = 3.0
 AMPLIFIED_UNCUT = 30.0  # the same without the clip of an adjoint, which keeps chaos from showing
 # Share of the Hessian product that is cut off, mean over the run from when the window began: there 91 % of clipped

@@ -6,6 +6,7 @@ per outer step. Whoever wants files, progress or signals wraps it (see `run.py`)
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from numbers import Integral
@@ -19,7 +20,7 @@ from longhorizon.engines.choose import trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.engines.factorial import reach, within_shifts
 from longhorizon.hypers import Hyper, check_hypers
-from longhorizon.inner import check_names
+from longhorizon.inner import check_names, fitted
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
 from longhorizon.problem import Problem, check_parts, environment, make_problem, refuse_unfit
@@ -61,7 +62,7 @@ class Tuning:
         check_parts(task, rule)
         self.horizons = check_steps(steps)
         check_hypers(hypers, min(self.horizons))
-        self.task, self.rule, self.hypers = task, rule, dict(hypers)
+        self.task, self.rule, self.given, self.hypers = task, rule, dict(hypers), fitted(rule, hypers)
         self.outer_steps = _at_least_one("outer_steps", outer_steps)
         self.seeds = _at_least_one("seeds", seeds)
         self.outer: Outer = as_outer(SignDescent() if outer is None else outer)
@@ -156,6 +157,13 @@ class Tuning:
         """Make the first run's model and data now, with all that is checked then."""
         self._prepared = self._make()
         refuse_unfit(self._prepared)
+        own = sorted(self._prepared.read_in_validation & {*self._prepared.learnt}) if self.task.val_loss is None else []
+        if own:
+            warnings.warn(
+                f"the validation loss reads {own[0]!r}, which is learnt: it may become smaller by that alone, with "
+                "nothing trained better. Give Task(val_loss=…), a loss that does not read it.",
+                stacklevel=4,
+            )
 
     def _make(self) -> Problem:
         """Fresh weights and a fresh split."""

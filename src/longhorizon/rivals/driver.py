@@ -163,7 +163,7 @@ def compare(
     setup = Setup(
         task,
         rule,
-        dict(hypers),
+        tuning.hypers,
         tuning.horizons,
         tuning.outer_steps,
         outer,
