@@ -117,6 +117,11 @@ CALLS = {
         lh.NotDifferentiable,
         r"the training loss does not depend on the parameters",
     ),
+    "beta that starts at 1": (
+        {"rule": lh.adam(), "hypers": {"beta2": lh.Hyper(1.0)}},
+        ValueError,
+        r"hyperparameter 'beta2' starts at 1.0: adam takes at least 0 and at most 0.99999",
+    ),
     # hyperparameters
     "windows > steps": (lr(0.1, windows=9), ValueError, r"'lr' has windows=9 but the run only steps=8: use at most 8"),
     "windows 0": (lr(0.1, windows=0), ValueError, r"'lr' has windows=0: expected a whole number from 1"),
@@ -488,6 +493,9 @@ CONSTRUCTORS = {
         r"sgd\(lr=tensor\(0.1000\)\): expected a float; to learn it, list it",
     ),
     "rule string": (lambda: lh.adam(beta1="0.9"), TypeError, r"adam\(beta1='0.9'\): expected a float"),
+    "nesterov in words": (lambda: lh.sgd(nesterov="no"), TypeError, r"sgd\(nesterov='no'\): expected True or False"),
+    "beta of 1.5": (lambda: lh.adamw(beta1=1.5), ValueError, r"adamw\(beta1=1.5\): .* -0.9999 and at most 0.9999"),
+    "eps below zero": (lambda: lh.adam(eps=-1e-8), ValueError, r"adam\(eps=-1e-08\): adam takes at least 1e-12"),
     "nesterov": (lambda: lh.sgd(dampening=0.1, nesterov=True), ValueError, r"Nesterov momentum needs dampening 0"),
     "grad_clip": (
         lambda: lh.clipped(lh.sgd(), 0.0),

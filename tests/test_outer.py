@@ -167,3 +167,42 @@ def test_search_range_is_gamma_times_outer_steps_within_bounds():
 def test_bad_input_is_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("key", "hyper", "rule", "expected"),
+    [
+        ("lr", lh.Hyper(0.0), lh.sgd(), 0.1),
+        ("lr", lh.Hyper(0.5), lh.sgd(), 0.1),
+        ("lr", lh.Hyper([0.01, -0.02], windows=2), lh.sgd(), 0.02),  # no first step tenfold the start
+        ("lr/head", lh.Hyper(0.0), lh.adamw(), 1e-3),
+        ("lr", lh.Hyper(3e-4), lh.clipped(lh.adam(), 1.0), 3e-4),
+        ("lr", lh.Hyper(3e-4, step=0.1), lh.adam(), 0.1),
+        ("lr", lh.Hyper(3e-4, scale="log"), lh.adam(), 0.25),
+        ("momentum", lh.Hyper(0.9), lh.sgd(), 0.15),
+        ("beta1", lh.Hyper(0.9), lh.adam(), 0.05),
+    ],
+)
+def test_the_usual_outer_step_suits_the_optimizer_and_the_start(key, hyper, rule, expected):
+    (low, high), start = search_range({key: hyper}, 1, rule)[key], hyper.values().abs().max()
+    own = high / float(start) if hyper.scale == "log" else high - float(hyper.values().max())
+    assert own == pytest.approx(math.exp(expected) if hyper.scale == "log" else expected)
+    assert low < high
+
+
+def test_values_stay_where_the_optimizer_has_a_meaning():
+    """An outer step of 1 would take β₂ to 1 and beyond, and ε below zero."""
+    model = torch.nn.Linear(2, 1)
+    task = lh.Task(
+        lambda: model,
+        lambda m, b: m(b).square().mean(),
+        lambda seed: [torch.ones(3, 2)] * 4,
+        lambda seed: [torch.ones(3, 2)],
+    )
+    hypers = {"beta2": lh.Hyper(0.9, step=1.0), "eps": lh.Hyper(1e-3, step=1.0), "lr": lh.Hyper(0.01)}
+    run = lh.tune(task, lh.adam(), hypers, steps=4, outer_steps=4, engine=lh.Forward())
+    assert [record.status for record in run.history] == ["ok"] * 4
+    for record in run.history:
+        assert 0 <= record.next["beta2"].item() <= 0.99999
+        assert record.next["eps"].item() >= 1e-12
+    assert {record.next["beta2"].item() for record in run.history} & {0.0, 0.99999}

@@ -380,3 +380,29 @@ def test_what_a_run_that_failed_at_once_has_left_is_written_over(tmp_path):
     assert RunDirectory(tmp_path / "r").describe()["settings"]["steps"] == [10]
     with pytest.raises(lh.RunError, match="holds another run"):
         tune(dir=tmp_path / "r", steps=12, outer_steps=1)
+
+
+class Inside(torch.nn.Module):
+    """The same model under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = make_task().model()
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+def wider():
+    return torch.nn.Sequential(make_task().model(), torch.nn.Linear(2, 2).double())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(wider, "50 parameters, and that of the run had 44"), (Inside, "as many parameters as that of the run, of other")],
+)
+def test_a_run_of_another_model_is_refused(tmp_path, model, words):
+    tune(dir=tmp_path / "r", outer_steps=1)
+    with pytest.raises(lh.RunError, match=f"r holds a run of another model: this one has {words}"):
+        tune(task=make_task(model=model), dir=tmp_path / "r", outer_steps=2)
+    assert len(tune(dir=tmp_path / "r", outer_steps=2).history) == 2

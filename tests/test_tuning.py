@@ -7,6 +7,7 @@ import math
 import re
 import threading
 import time
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -441,3 +442,17 @@ def test_runs_in_two_threads_do_not_disturb_each_other():
     for seed in (1, 2):
         assert [r.val_loss for r in both[seed].history] == [r.val_loss for r in alone[seed].history]
         assert both[seed].schedule == alone[seed].schedule
+
+
+@pytest.mark.parametrize(("val_loss", "warned"), [(None, True), (loss, False)])
+def test_a_validation_loss_that_could_be_tuned_by_itself_is_warned_of(val_loss, warned):
+    """A weight below zero would be the best, and every network the same."""
+    task = make_task(loss=lambda model, batch, hypers: hypers["weight"] * loss(model, batch), val_loss=val_loss)
+    hypers = {"lr": lh.Hyper(0.1), "weight": lh.Hyper(1.0, step=0.1)}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tune(task=task, hypers=hypers, outer_steps=1)
+    words = "the validation loss reads 'weight', which is learnt"
+    assert [str(w.message)[: len(words)] for w in said] == [words] * warned
+    fixed = hypers | {"weight": lh.Hyper(1.0, learn=False)}
+    tune(task=task, hypers=fixed, outer_steps=1)  # warnings are errors here

@@ -18,9 +18,9 @@ from longhorizon.engines import Engine, Hybrid
 from longhorizon.hypers import Hyper
 from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, best_of, went_well
-from longhorizon.problem import environment
+from longhorizon.problem import Problem, environment
 from longhorizon.rules import Rule
-from longhorizon.rundir import RunDirectory, RunError
+from longhorizon.rundir import RunDirectory, RunError, fingerprint
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
@@ -151,6 +151,8 @@ def tune(
             )
         history = [record for record in history if record.index < tuning.index]
         with environment(precision):
+            if not tuning.done:
+                _check_model(directory, tuning.made())
             _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
         _save_schedules(directory, tuning)
         return _tuned(tuning, history, directory.path)
@@ -272,6 +274,23 @@ def from_journal(first: Tuning, history: list[OuterStep]) -> dict[str, Any]:
         "good": (good[-1].val_loss, good[-1].values) if good else None,
         "best": None if best is None else (best.val_loss, best.steps, best.values),
     }
+
+
+def _check_model(directory: RunDirectory, problem: Problem) -> None:
+    """Write down what the model is, or refuse another one than the run was begun with."""
+    shapes = {name: list(p.shape) for name, p in problem.start.params.items()}
+    own = {"parameters": problem.n_params, "shapes": fingerprint(shapes)}
+    known = (directory.describe().get("environment") or {}).get("model")
+    if known is None:
+        directory.measured("model", own)
+    elif known != own:
+        what = f"{own['parameters']:,} parameters, and that of the run had {known['parameters']:,}"
+        if known["parameters"] == own["parameters"]:
+            what = "as many parameters as that of the run, of other names or shapes"
+        raise RunError(
+            f"{directory.path} holds a run of another model: this one has {what}. "
+            "Choose another directory, or the model it was begun with."
+        )
 
 
 def _save_schedules(directory: RunDirectory, tuning: Tuning) -> None:

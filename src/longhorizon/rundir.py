@@ -118,7 +118,7 @@ class RunDirectory:
             ).encode(),
         )
 
-    def measured(self, name: str, value: float | str | None) -> None:
+    def measured(self, name: str, value: Any) -> None:
         """Add to the environment's record something that only the run itself could show."""
         there = self.describe()
         environment = there.get("environment") or {}

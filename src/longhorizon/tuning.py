@@ -153,11 +153,16 @@ class Tuning:
             "run": self._run.save() if self._run is not None else self._inner_saved,
         }
 
+    def made(self) -> Problem:
+        """The next run's model and data, made now, with all that is checked then."""
+        self._prepared = self._prepared or self._make()
+        return self._prepared
+
     def prepare(self) -> None:
-        """Make the first run's model and data now, with all that is checked then."""
-        self._prepared = self._make()
-        refuse_unfit(self._prepared)
-        own = sorted(self._prepared.read_in_validation & {*self._prepared.learnt}) if self.task.val_loss is None else []
+        """Make the first run's, and refuse what nothing can come of."""
+        problem = self.made()
+        refuse_unfit(problem)
+        own = sorted(problem.read_in_validation & {*problem.learnt}) if self.task.val_loss is None else []
         if own:
             warnings.warn(
                 f"the validation loss reads {own[0]!r}, which is learnt: it may become smaller by that alone, with "
@@ -174,7 +179,7 @@ class Tuning:
 
     def _begin(self) -> Run:
         """A run over a fresh problem."""
-        self._problem, self._prepared = self._prepared or self._make(), None
+        self._problem, self._prepared = self.made(), None
         self._problem.reach, self._problem.runs = self.outer_state.get("gamma"), self.outer_steps * self.seeds
         if self.engine == "auto":  # chosen once, so that a resumed run goes on with the same
             self.engine, self.why = trusted(self._problem)
