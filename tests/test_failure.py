@@ -647,3 +647,24 @@ def test_a_run_that_differs_in_its_seed_is_not_tried_again():
         assert len(tried) == 3
         made(dataclasses.replace(task, train=lambda seed: task.train(seed)))
         assert len(tried) == 4
+
+
+def test_the_automatic_choice_takes_the_engine_that_can():
+    """An LSTM in float32 has a kernel that torch differentiates twice backwards, and not forwards."""
+
+    class Fast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.LSTM(5, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.cell(x[:, None].float())[0][:, -1])
+
+    settings, told = {"hypers": {"lr": lh.Hyper(0.2)}, "steps": 6}, []
+    found = lh.hypergradient(task_of(Fast), lh.sgd(), **settings, progress=told.append)
+    assert found.engine.endswith("forward mode cannot differentiate this model's gradient")
+    assert [at.done for at in told][:7] == [1, 2, 3, 4, 5, 6, 7]
+    same = lh.hypergradient(task_of(Fast), lh.sgd(), **settings, engine=lh.Adjoint())
+    assert torch.equal(found.grad["lr"], same.grad["lr"])
+    with pytest.raises(lh.NotDifferentiable, match="Forward cannot differentiate"):
+        lh.hypergradient(task_of(Fast), lh.sgd(), **settings, engine=lh.Forward())

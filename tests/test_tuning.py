@@ -456,3 +456,15 @@ def test_a_validation_loss_that_could_be_tuned_by_itself_is_warned_of(val_loss, 
     assert [str(w.message)[: len(words)] for w in said] == [words] * warned
     fixed = hypers | {"weight": lh.Hyper(1.0, learn=False)}
     tune(task=task, hypers=fixed, outer_steps=1)  # warnings are errors here
+
+
+@pytest.mark.parametrize(("start", "nothing"), [(0.1, False), (-0.1, True)])
+def test_a_run_says_whether_it_found_anything(tmp_path, start, nothing):
+    """Uphill no run ends better than fresh weights."""
+    task, hypers = make_task(), {"lr": lh.Hyper(start, step=1e-3)}
+    run = tune(task=task, hypers=hypers, outer_steps=2, dir=tmp_path / "r")
+    assert run.found_nothing is nothing
+    again = tune(task=task, hypers=hypers, outer_steps=2, dir=tmp_path / "r")  # reads it
+    assert (again.found_nothing, again.untrained) == (nothing, run.untrained)
+    assert "tensor" not in repr(run)
+    assert len(repr(run)) < 1000

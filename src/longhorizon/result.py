@@ -1,6 +1,6 @@
 """What an engine returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -60,12 +60,12 @@ class Hypergradient:
     grad: dict[str, Tensor]
     mean: dict[str, Tensor]
     val_loss: float
-    params: Params
-    buffers: Buffers
+    params: Params = field(repr=False)
+    buffers: Buffers = field(repr=False)
     status: Status
     engine: str
-    train_loss: Tensor
-    per_step: dict[str, Tensor] | None = None
-    meter: Meter | None = None
+    train_loss: Tensor = field(repr=False)
+    per_step: dict[str, Tensor] | None = field(default=None, repr=False)
+    meter: Meter | None = field(default=None, repr=False)
     error: dict[str, Tensor] | None = None
     exact: dict[str, Tensor] | None = None

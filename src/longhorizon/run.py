@@ -1,5 +1,6 @@
 """`tune`: the outer loop with a directory, a clock and signals around it."""
 
+import math
 import os
 import re
 import signal
@@ -7,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -52,13 +53,21 @@ class Tuned:
         history: one record per outer step.
         converged: whether the outer optimizer's steps had become small before the last one.
         dir: where the run is on disk, if anywhere.
+        untrained: the validation loss of fresh weights, of the first run; None where it is not known (any more).
     """
 
     schedule: Schedule
     best: Schedule
-    history: list[OuterStep]
+    history: list[OuterStep] = field(repr=False)
     converged: bool
     dir: Path | None = None
+    untrained: float | None = None
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether no training run ended better than fresh weights."""
+        losses = [record.val_loss for record in self.history if math.isfinite(record.val_loss)]
+        return self.untrained is not None and bool(self.history) and min(losses, default=math.inf) >= self.untrained
 
 
 def tune(
@@ -302,7 +311,7 @@ def _save_schedules(directory: RunDirectory, tuning: Tuning) -> None:
 def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None) -> Tuned:
     last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
     best = last if tuning.best is None else Schedule.of(tuning.hypers, tuning.best[2], tuning.rule)
-    return Tuned(last, best, history, tuning.converged, dir)
+    return Tuned(last, best, history, tuning.converged, dir, tuning.untrained)
 
 
 def _hyper_settings(hyper: Hyper) -> dict[str, Any]:

@@ -76,11 +76,13 @@ class Tuning:
             self.good: tuple[float, Values] | None = None  # validation loss and values of the last run that went well
             self.best: tuple[float, int, Values] | None = None  # validation loss, horizon, values
             self.finished: list[dict[str, Any]] = []  # results of this outer step's seeds so far
+            self.untrained: float | None = None  # validation loss of fresh weights, once it was looked at
             self.seconds = 0.0
         else:
             self.index, self.values = saved["index"], saved["values"]
             self.outer_state, self.good, self.best = saved["outer"], _good(saved["good"]), saved["best"]
             self.finished, self.seconds = saved["finished"], saved["seconds"]
+            self.untrained = saved.get("untrained")  # older ones do not know
             if saved["engine"] is not None:
                 kind, given = ENGINES[saved["engine"]["kind"]], saved["engine"]["with"]
                 self.engine = kind(**({"clip": None} if kind is Hybrid else {}) | given)  # an older one had none
@@ -132,6 +134,7 @@ class Tuning:
         self.finished.append(_summary(result, metrics, doubts(result, self._problem.steps)))
         if self.good is None:  # what the first one is compared with
             self.finished[-1]["fresh"] = float(self._problem.validation_loss(self._problem.start, 1))
+            self.untrained = self.finished[-1]["fresh"] if self.untrained is None else self.untrained
         self._run = None
         self.seconds += time.perf_counter() - began
         return self._complete() if len(self.finished) == self.seeds else None
@@ -146,6 +149,7 @@ class Tuning:
             "outer": self.outer_state,
             "good": self.good,
             "best": self.best,
+            "untrained": self.untrained,
             "finished": self.finished,
             "seconds": self.seconds,
             "engine": {"kind": type(engine).__name__, "with": asdict(engine)} if known else None,  # type: ignore[call-overload]

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from longhorizon.cuda import Precision
 from longhorizon.engines.adjoint import Adjoint
-from longhorizon.engines.base import Engine, Progress
+from longhorizon.engines.base import Engine, Progress, Run
 from longhorizon.engines.choose import choose
+from longhorizon.engines.forward import Forward
 from longhorizon.engines.greedy import Greedy
 from longhorizon.hypers import Hyper
-from longhorizon.problem import Problem, environment, make_problem, refuse_unfit
+from longhorizon.problem import NotDifferentiable, Problem, environment, make_problem, refuse_unfit
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
@@ -85,13 +86,28 @@ def compute(
 ) -> Hypergradient:
     """The hypergradient of a problem that is already checked."""
     chosen, why = resolve(problem, engine, per_step)
-    run = chosen.begin(problem)
+    try:
+        run = _begun(chosen, problem, progress)
+    except NotDifferentiable:
+        if engine != "auto" or not isinstance(chosen, Forward):
+            raise
+        run, why = _begun(Adjoint(), problem, progress), "forward mode cannot differentiate this model's gradient"
     while not run.done:
         run.advance()
         if progress is not None:
             progress(run.progress)
     result = run.result()
     return replace(result, engine=f"{result.engine}: {why}") if why else result
+
+
+def _begun(engine: Engine, problem: Problem, progress: Callable[[Progress], None] | None) -> Run:
+    """A run that has taken a step, which is where an engine finds what it cannot differentiate."""
+    run = engine.begin(problem)
+    if not run.done:
+        run.advance()
+        if progress is not None:
+            progress(run.progress)
+    return run
 
 
 def check_engine(engine: object) -> None:
