@@ -235,7 +235,8 @@ def trust_figure1() -> str:
             accuracy = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f}"
             precision = cards[0]["precision"]
             near_end = [p for p in points if (p["method"], p["index"]) == (row["method"], last)]
-            signs = [f"{sum(p[a] for p in near_end)} of {sum(p[b] for p in near_end)}" for a, b in SIGNS]
+            pairs = [[(p[a], p[b]) for p in near_end if a in p] for a, b in SIGNS]
+            signs = [f"{sum(a for a, _ in both)} of {sum(b for _, b in both)}" if both else "–" for both in pairs]
             rows.append([name, precision, accuracy, str(row["seeds"]), ", ".join(seconds), *signs])
     head = ["estimates", "plain runs in", "test accuracy, %", "seeds", "seconds of a search, by seed"]
     return _table([*head, "signs right before the last outer step", "of these, not doubted"], rows)

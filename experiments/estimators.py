@@ -213,7 +213,8 @@ def one(args: Any, name: str) -> None:
 
     def made(label: str, engine: Any, there: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those that are there, and the seeds after them."""
-        several = min(count, FEWER.get(label, count)) if name in FOR_A_GPU else count
+        asked = bool(args.estimates and label in (args.make or ()))  # for this one by name
+        several = min(count, FEWER.get(label, count)) if name in FOR_A_GPU and not asked else count
         rows = list(there)
         for seed in range(len(there), several):
             with nullcontext() if seed == len(there) else turn(args, on):  # the first one compiles
