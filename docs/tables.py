@@ -199,7 +199,7 @@ def trust_sure() -> str:
 def trust_tune() -> str:
     """What better hypergradients are worth to a tuning run."""
     rows = []
-    for name in ("digits", "mnist"):
+    for name in ("digits", "mnist", "mnist-epoch"):
         path = EXPERIMENTS / f"trust_tune-{name}.json"
         if not path.exists():
             continue

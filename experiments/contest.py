@@ -8,7 +8,8 @@ there.
 
 The protocol is that of section 5.4 and Appendix C: WRN-16-1 on CIFAR-10, batches of 256, 5 % held out anew for every
 run, all values from zero, γ = 0.1, 0.15 and 4e-4 over ten outer steps, which is the range α ∈ [−1, 1], β ∈ [−1.5, 1.5],
-ξ ∈ [−4e-3, 4e-3] that every other method searches. A training run has 50 epochs.
+ξ ∈ [−4e-3, 4e-3] that every other method searches. A training run has 50 epochs. `PROTOCOLS` has a second one, the same
+at a size that a laptop can repeat: a small perceptron, and one epoch of MNIST.
 """
 
 import argparse
@@ -32,7 +33,11 @@ from longhorizon.rivals.testing import Tested, read_tests, to_test, try_all
 from longhorizon.rundir import RunDirectory
 
 EVERY = 60.0  # seconds between lines of progress
-USUAL = (1.0, 10.0)  # epochs of FDS's outer steps, the last one repeating
+USUAL = (1.0, 10.0)  # epochs of FDS's outer steps on CIFAR-10, the last one repeating
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "cifar10": {"model": "wrn-16-1", "batch_size": 256, "val_batch_size": 2500, "epochs": 50.0},
+    "mnist": {"model": "mlp-32", "batch_size": 128, "val_batch_size": 3000, "epochs": 1.0},
+}
 # "hybrid" is the library's default as it was when it ran here: "bounded" is what it has become since.
 SMOOTHING = {"hybrid": lh.Hybrid(clip=None), "bounded": lh.Hybrid(), "smoothed": lh.Factorial()}
 ENGINES = ("adjoint", "forward", *SMOOTHING)
@@ -72,7 +77,7 @@ class Entrant:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What these scripts take besides the usual."""
-    parser.add_argument("--epochs", type=float, default=50.0, help="of a training run")
+    parser.add_argument("--epochs", type=float, help="of a training run, if not the usual number")
     parser.add_argument(
         "--precision", choices=["float32", "tf32", "bf16"], default="float32", help="of products on a GPU"
     )
@@ -91,26 +96,27 @@ class Contest:
         args: the options of a script.
         name: of the folder.
         windows: learning rates.
+        protocol: which of `PROTOCOLS`.
     """
 
-    def __init__(self, args: argparse.Namespace, name: str, windows: int):
+    def __init__(self, args: argparse.Namespace, name: str, windows: int, protocol: str = "cifar10"):
         for what in ("epochs", "test_seeds"):
-            if not getattr(args, what) > 0:
+            if getattr(args, what) is not None and not getattr(args, what) > 0:
                 raise SystemExit(f"--{what.replace('_', '-')} {getattr(args, what)}: expected more than nothing.")
-        self.args = args
+        self.args, self.name = args, name
+        self.epochs = whole(args, protocol)
         settings: dict[str, Any] = {
-            "model": "wrn-16-1",
-            "batch_size": 256,
+            **PROTOCOLS[protocol],
             "val_fraction": 0.05,
-            "val_batch_size": 2500,
             "outer_steps": 10,
             "steps_of": {"lr": 0.1, "momentum": 0.15, "weight_decay": 4e-4},
             "windows": {"lr": windows, "momentum": 1, "weight_decay": 1},
-            "epochs": args.epochs,
+            "epochs": self.epochs,
         }
         if args.smoke:
-            settings |= {"model": "lenet", "batch_size": 32, "val_batch_size": 100, "outer_steps": 3, "epochs": 0.5}
-        images = record.images("cifar10", args)
+            small = "lenet" if protocol == "cifar10" else settings["model"]
+            settings |= {"model": small, "batch_size": 32, "val_batch_size": 100, "outer_steps": 3, "epochs": 0.5}
+        images = record.images(protocol, args)
         made = data.image_data(
             images,
             settings["batch_size"],
@@ -278,8 +284,7 @@ class Contest:
 
     def _shortened(self, epochs: float) -> int:
         """Steps of a training run of so many epochs, in proportion where a whole run is a size for tests."""
-        whole = self.args.epochs if self.args.smoke else self.settings["epochs"]
-        return max(self.settings["windows"]["lr"], round(self.steps * epochs / whole))
+        return max(self.settings["windows"]["lr"], round(self.steps * epochs / self.epochs))
 
 
 @dataclass(frozen=True)
@@ -375,7 +380,14 @@ def judged(e: Evaluation) -> str:
     return f"val loss {e.val_loss:.4f}, accuracy {100 * e.metrics['accuracy']:.2f} %" + (", best" if e.best else "")
 
 
-def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Namespace) -> list[Entrant]:
+def whole(args: argparse.Namespace, protocol: str) -> float:
+    """Epochs of a training run."""
+    return float(PROTOCOLS[protocol]["epochs"] if args.epochs is None else args.epochs)
+
+
+def entrants(
+    names: list[str], horizons: tuple[float, ...], args: argparse.Namespace, protocol: str = "cifar10"
+) -> list[Entrant]:
     """The entrants of these names; only `fds` has an engine to choose."""
     try:
         names = [method.name for method in chosen(names)]  # "all" is every one
@@ -386,9 +398,8 @@ def entrants(names: list[str], horizons: tuple[float, ...], args: argparse.Names
     clip = args.clip if args.clip is not None else 10.0 if args.engine == "forward" else None
     if clip is not None and clip < 0:
         raise SystemExit(f"--clip {clip:g}: expected a positive bound, or 0 for none.")
-    if not all(0 < h <= args.epochs for h in horizons):
-        raise SystemExit(
-            f"--horizons {args.horizons}: expected epochs, more than 0 and at most {args.epochs:g}, a run's."
-        )
+    longest = whole(args, protocol)
+    if not all(0 < h <= longest for h in horizons):
+        raise SystemExit(f"--horizons {args.horizons}: expected epochs, more than 0 and at most {longest:g}, a run's.")
     fds = Entrant("fds", args.engine, clip or None, horizons, args.precision, args.gate, args.growth)
     return [fds if name == "fds" else Entrant(name, precision=args.precision) for name in names]

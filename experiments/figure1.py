@@ -66,26 +66,31 @@ ENDLESS = ("fds", *GRIDS)  # they end by themselves
 def main() -> None:
     parser = record.arguments(__doc__ or "", "figure1")
     contest.options(parser)
+    parser.add_argument("--data", choices=list(contest.PROTOCOLS), default="cifar10", help="mnist is a size for a CPU")
     parser.add_argument("--methods", default="fds", help="names, with commas between them")
     parser.add_argument("--seeds", default="0", help="whole numbers, with commas between them")
     parser.add_argument("--budget", help="of each search and of hd, with each seed: '2h' (without it), '30 runs'")
     parser.add_argument("--engine", choices=contest.ENGINES, default="adjoint", help="of fds")
     parser.add_argument("--clip", type=float, help="of fds; 10 for forward and none for adjoint without it")
-    parser.add_argument("--horizons", default="1,10", help="epochs of FDS's outer steps, the last one repeating")
+    parser.add_argument("--horizons", help="epochs of FDS's outer steps, the last one repeating; on CIFAR-10 1,10")
     parser.add_argument("--gate", choices=["off", "wait", "shrink"], default="off", help="of fds (docs/trust.md)")
     parser.add_argument("--growth", type=float, default=1.0, help="of fds: of γ, while signs stay the same")
     parser.add_argument("--gather", action="store_true", help="only write the result from what is there")
     parser.add_argument("--test-kept", action="store_true", help="only test what kept entrants have chosen")
     args = record.parse(parser)
     seeds = numbers("--seeds", args.seeds, int)
-    horizons = tuple(numbers("--horizons", args.horizons, float))
-    wanted = contest.entrants([name.strip() for name in args.methods.split(",") if name.strip()], horizons, args)
+    horizons = contest.USUAL if args.data == "cifar10" else ()  # none: whole runs
+    if args.horizons is not None:
+        horizons = tuple(numbers("--horizons", args.horizons, float))
+    names = [name.strip() for name in args.methods.split(",") if name.strip()]
+    wanted = contest.entrants(names, horizons, args, args.data)
     budget = args.budget or ("12 runs" if args.smoke else "2h")  # of runs, many diverge
     try:
         parse_budget(budget, 1)
     except ValueError as error:
         raise SystemExit(f"--{error}") from None
-    one = contest.Contest(args, "figure1", windows=7)
+    name = "figure1" if args.data == "cifar10" else f"figure1-{args.data}"
+    one = contest.Contest(args, name, 7, args.data)
     try:
         if not args.gather:
             for seed in seeds:
@@ -167,7 +172,7 @@ def write(args: Any, one: contest.Contest) -> None:
             if e.method.startswith("hd") and e.trial == 0 and e.key in of
         ],
     }
-    record.finish(args, "figure1", plain(content))
+    record.finish(args, one.name, plain(content))
     for row in rows:
         accuracy = "no score" if row.score is None else f"{100 * row.score:.2f} ± {100 * (row.deviation or 0):.2f} %"
         say(f"{row.method:<16} {accuracy} ({row.seeds} seeds, {row.seconds:.0f} s each)")

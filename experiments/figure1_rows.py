@@ -23,6 +23,13 @@ FIGURE1 = {  # the start of a label -> what it is, and the paper's test accuracy
 }
 
 
+NAMES = {label: name for label, (name, _) in FIGURE1.items()} | {
+    "fds-bounded": "FDS, bounded adjoint and, where doubted, smoothed (this library's default on a CPU)",
+    "fds-smoothed": "FDS, smoothed differences",
+    "grid": "best of Appendix F's grid",
+}  # on MNIST, which the paper has not
+
+
 class Row(NamedTuple):
     """A method, or a variant of it, in words."""
 
@@ -35,6 +42,8 @@ class Row(NamedTuple):
     command: str
     took: str
     where: str
+    when: str = ""  # regret was zero
+    runs: float = 0.0  # training runs that the steps would have been, those of forward mode counted once
 
 
 def rows(found: dict[str, Any] | None) -> list[Row]:
@@ -42,10 +51,16 @@ def rows(found: dict[str, Any] | None) -> list[Row]:
     return [row for start, (name, paper) in FIGURE1.items() for row in _rows(found, start, name, paper)]
 
 
-def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str) -> list[Row]:
+def rows_of_mnist(found: dict[str, Any] | None) -> list[Row]:
+    """All methods that were run on MNIST."""
+    made = [_rows(found, start, name, "–", " --data mnist") for start, name in NAMES.items()]
+    return [row for own in made for row in own if row.score != NOT_RUN]
+
+
+def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str, options: str = "") -> list[Row]:
     """A row for every variant of a method that was run."""
     method, _, engine = start.partition("-")
-    usual = f"python experiments/figure1.py --methods {method}" + f" --engine {engine}" * bool(engine)
+    usual = f"python experiments/figure1.py{options} --methods {method}" + f" --engine {engine}" * bool(engine)
     own = [r for r in found["table"] if r["method"] == start or r["method"].startswith(f"{start}-")] if found else []
     if found is None or not own:
         return [Row(name, "", paper, NOT_RUN, "", "", usual, NOT_RUN, "–")]
@@ -53,7 +68,7 @@ def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str) -> li
     made = []
     for row in own:
         cards = [card for card in found["entrants"] if card["label"] == row["method"]]
-        score, regret = "diverged in the test", ""
+        score, regret, when = "diverged in the test", "", ""
         if row["score"] is not None:
             seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
             score = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f} % ({seeds})"
@@ -72,7 +87,8 @@ def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str) -> li
         command = usual + _options(cards[-1]) + _seeds(cards)
         label = "" if row["method"] == start else row["method"]
         what = f"{name}{_beyond(cards[-1])}"
-        made.append(Row(what, label, paper, score, regret, _unfinished(found, cards), command, took, where))
+        unfinished, runs = _unfinished(found, cards), row["steps"] / found["settings"]["steps"]
+        made.append(Row(what, label, paper, score, regret, unfinished, command, took, where, when, runs))
     return made
 
 

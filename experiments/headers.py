@@ -43,7 +43,7 @@ def ours(script: str, rows: list[list[str]]) -> str:
     text = "Ours:\n"
     for name, what, _, found, _, took, where in own:
         known = f"{_plain(found)}; {took}, {where}" if found != NOT_RUN else NOT_RUN
-        data = name.partition(", ")[2] if script == "figure3.py" else ""
+        data = name.partition(", ")[2] if script in ("figure1.py", "figure3.py") else ""
         line = f"{data}{', ' * bool(data)}{_plain(what)}: {known}"
         text += (
             textwrap.fill(line, 120, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False) + "\n"

@@ -146,12 +146,12 @@ def figure1(found: dict[str, Any], _: Path) -> list[Figure]:
 
     A method alone has nothing to be compared with, and a choice alone makes no curve.
     """
-    learnt = _learnt(found["outer_steps"])
+    learnt = _learnt(f"{found['experiment']}-learnt", found["outer_steps"])
     compared = len(found["table"]) > 1 and any(len(curve["times"]) > 1 for curve in found["curves"]["seconds"])
     return [*([_regret(found)] if compared else []), *([learnt] if learnt else [])]
 
 
-def _learnt(steps: list[dict[str, Any]]) -> Figure | None:
+def _learnt(name: str, steps: list[dict[str, Any]]) -> Figure | None:
     """Learning rates after every outer step of every way to run FDS, with the first of its seeds; the rest of all."""
     panels: list[Panel] = []
     others: dict[str, list[Line]] = {"momentum": [], "weight_decay": []}
@@ -172,7 +172,7 @@ def _learnt(steps: list[dict[str, Any]]) -> Figure | None:
     for (key, lines), legend in zip(others.items(), (names[:half], names[half:]), strict=True):
         panels.append(Panel(key.replace("_", " "), "outer step", "", lines, legend=legend, whole=True))
     last = max((step["index"] for step in steps), default=0)
-    return Figure("figure1-learnt", "What FDS has learnt", "", panels, ramp=(0, last)) if labels else None
+    return Figure(name, "What FDS has learnt", "", panels, ramp=(0, last)) if labels else None
 
 
 def _short(label: str) -> str:
@@ -204,7 +204,7 @@ def _regret(found: dict[str, Any]) -> Figure:
     error = [100 * row["deviation"] for row in rows]
     line = Line("test", [100 * r["score"] for r in rows], kind="rows", error=error, labels=[r["method"] for r in rows])
     panels.append(Panel("test of the last choice", "accuracy (%)", "", [line]))
-    return Figure("figure1", "Figure 1", "", panels, size=(5.4, 4.4))
+    return Figure(found["experiment"], "Figure 1", "", panels, size=(5.4, 4.4))
 
 
 def _colours(labels: list[str]) -> list[str]:

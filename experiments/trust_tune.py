@@ -1,7 +1,7 @@
 """End to end: what better hypergradients are worth to `tune`, against the paper's settings.
 
     python experiments/trust_tune.py                digits and MNIST, ten tuning seeds of each method
-    python experiments/trust_tune.py --set digits   one of them
+    python experiments/trust_tune.py --set digits   one of them; mnist-epoch is what figure1.py --data mnist tunes
 
 All methods start from zero and take at most as many outer steps as the paper's settings (forward, H·Z clipped at 10,
 sign steps). Every result is trained from scratch on all training data and tested, five times. Cost: inner steps of any
@@ -28,9 +28,17 @@ class Setting(NamedTuple):
     steps: int
     outer_steps: int
     val_fraction: float
+    data: str
+    model: str = "mlp-64"
+    batch: int = 64
+    windows: int = 5  # of the learning rate
 
 
-SETS = {"digits": Setting(200, 12, 0.2), "mnist": Setting(100, 12, 1 / 30)}
+SETS = {
+    "digits": Setting(200, 12, 0.2, "digits"),
+    "mnist": Setting(100, 12, 1 / 30, "mnist"),
+    "mnist-epoch": Setting(445, 10, 0.05, "mnist", "mlp-32", 128, 7),
+}
 METHODS: dict[str, dict[str, Any]] = {
     "paper": {"engine": lh.Forward(clip=10.0)},
     "hybrid": {"engine": lh.Hybrid()},
@@ -44,16 +52,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "smoothed, γ grows": {"engine": lh.Factorial(), "outer": lh.SignDescent(growth=1.5)},
     "hybrid, wait, γ grows": {"engine": lh.Hybrid(), "gate": "wait", "outer": lh.SignDescent(growth=1.5)},
 }
-HYPERS = {
-    "lr": lh.Hyper(0.0, windows=5, step=0.1, low=-1.0, high=1.0),
-    "momentum": lh.Hyper(0.0, step=0.15, low=-1.5, high=1.5),
-    "weight_decay": lh.Hyper(0.0, step=4e-4, low=-4e-3, high=4e-3),
-}
+
+
+def learnt(windows: int) -> dict[str, lh.Hyper]:
+    """The paper's values, all from zero."""
+    return {
+        "lr": lh.Hyper(0.0, windows=windows, step=0.1, low=-1.0, high=1.0),
+        "momentum": lh.Hyper(0.0, step=0.15, low=-1.5, high=1.5),
+        "weight_decay": lh.Hyper(0.0, step=4e-4, low=-4e-3, high=4e-3),
+    }
 
 
 def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, test_seeds: int) -> dict[str, Any]:
     """One tuning run and what its schedules are worth."""
-    plain = plain_seconds(task, HYPERS, setting.steps)
+    hypers = learnt(setting.windows)
+    plain = plain_seconds(task, hypers, setting.steps)
     advanced = 0
 
     def count(_: lh.Tuning) -> None:
@@ -64,7 +77,7 @@ def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, te
     found = lh.tune(
         task,
         lh.sgd(),
-        HYPERS,
+        hypers,
         steps=setting.steps,
         outer_steps=setting.outer_steps,
         seed=seed,
@@ -82,7 +95,7 @@ def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, te
         "held": [sum(map(len, record.held.values())) for record in found.history],
     }
     for name, schedule in (("learnt", found.schedule), ("best", found.best)):
-        tested = lh.retrain(task, lh.sgd(), HYPERS, schedule, steps=setting.steps, seeds=test_seeds)
+        tested = lh.retrain(task, lh.sgd(), hypers, schedule, steps=setting.steps, seeds=test_seeds)
         row[name] = {
             "schedule": {key: rounded(v) for key, v in schedule.values.items()},
             "loss": rounded(tested.test_loss),
@@ -112,11 +125,14 @@ def one(args: Any, name: str) -> None:
     if args.smoke:
         setting, seeds, test_seeds = setting._replace(steps=20, outer_steps=2), 2, 1
     torch.set_num_threads(1)
-    root = {} if args.smoke else {"root": args.data_root}
-    task = data.image_data("digits" if args.smoke else name, 64, setting.val_fraction, **root).task("mlp-64")
-    work = Work(args, f"trust_tune-{name}", {"set": name, **setting._asdict(), "test_seeds": test_seeds})
+    where, root = ("digits", {}) if args.smoke else (setting.data, {"root": args.data_root})
+    task = data.image_data(where, setting.batch, setting.val_fraction, **root).task(setting.model)
+    lengths = {"steps": setting.steps, "outer_steps": setting.outer_steps, "val_fraction": setting.val_fraction}
+    if (setting.batch, setting.windows) != (64, 5):  # the usual ones are in no result
+        lengths |= {"batch": setting.batch, "windows": setting.windows}
+    work = Work(args, f"trust_tune-{name}", {"set": name, **lengths, "test_seeds": test_seeds})
     rows: dict[str, list[dict[str, Any]]] = {}
-    settings = {"data": name, "model": "mlp-64", **setting._asdict(), "seeds": seeds}
+    settings = {"data": setting.data, "model": setting.model, **lengths, "seeds": seeds}
     kept = known(f"trust_tune-{name}", args, settings) if args.method else None
     before = kept["seconds"] - work.seconds() if kept else 0.0
     for label, method in METHODS.items():
@@ -146,7 +162,7 @@ def one(args: Any, name: str) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, "trust_tune")
-    parser.add_argument("--set", choices=SETS, help="one of them; without it both")
+    parser.add_argument("--set", choices=SETS, help="one of them; without it all")
     parser.add_argument("--method", action="append", choices=METHODS, help="only these")
     parser.add_argument("--seeds", type=int, default=10, help="tuning seeds")
     args = parse(parser)

@@ -1,7 +1,7 @@
 """Train from scratch with a schedule, on all data but the test set, and test."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 from statistics import mean, stdev
 
@@ -34,8 +34,8 @@ class Retrained:
     seeds: list[int]
     test_loss: list[float]
     metrics: dict[str, list[float]]
-    params: Params
-    buffers: Buffers
+    params: Params = field(repr=False)
+    buffers: Buffers = field(repr=False)
 
     def summary(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation over the seeds, of the loss and of every metric."""
