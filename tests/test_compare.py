@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from functools import partial
 
 import pytest
 import torch
@@ -522,6 +523,40 @@ def test_two_workers_over_one_storage_take_up_what_was_left_running(tmp_path, mo
     assert {e.key for e in told} < {e.key for e in found}
     assert not list((tmp_path / "r" / "hyperband-0").glob("trial-*.part"))
     assert len(run(workers=2).evaluations) == len(found)
+
+
+def test_workers_search_the_ranges_of_the_rule(tmp_path, monkeypatch):
+    """As the process that starts them does: Adam's own outer step for its lr, and its bounds."""
+    monkeypatch.chdir(os.path.dirname(__file__))
+    text = RECIPE.replace("start = 0.1\nwindows = 3\nstep = 0.1", "start = 0.1").replace("momentum", "beta2")
+    chosen = recipes.make_recipe(tomllib.loads(text.replace("[hypers.lr]", 'rule = {name = "adam"}\n[hypers.lr]', 1)))
+    hypers, rule = recipes.hypers_of(chosen), recipes.rule_of(chosen)
+    how = {"methods": ["random"], "budget": "2 runs", "test": "none", "outer_steps": 3, "steps": chosen.steps}
+    how |= {"recipe": recipe_text.to_toml(chosen), "dir": tmp_path / "r"}
+    lh.compare(recipes.task_of(chosen)[0], rule, hypers, **how)
+    found = {axis.key: (axis.low, axis.high) for axis in workers.setup_of(tmp_path / "r")[0].axes}
+    assert found == lh.search_range(hypers, 3, rule)
+    assert found["lr"] == pytest.approx((0.1 - 3e-3, 0.1 + 3e-3))
+
+
+def test_a_comparison_that_was_killed_early_is_not_written_over(tmp_path):
+    """A search has nothing but its study before its first checkpoint, and that is of its own ranges."""
+    run = partial(compare, tmp_path / "r", methods=["random"], test="none", budget="4 runs")
+    child = os.fork()
+    if child == 0:
+        run(watcher=Watcher(progress=Stops(3, signal.SIGKILL)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not list((tmp_path / "r").rglob("journal.jsonl"))
+    with pytest.raises(lh.RunError, match="hypers.lr.step"):
+        run(hypers=HYPERS | {"lr": lh.Hyper(0.1, windows=3, step=1e-3, low=-1.0, high=2.0)})
+    assert len(run().evaluations) >= 4
+
+
+@pytest.mark.parametrize("value", [0.9999, 1 / 3, -0.7])
+def test_means_of_windows_lie_within_them(value):
+    """A bound that every step sits on is not left by rounding."""
+    assert set(space.thinned([value] * 7000)) == {value}
 
 
 @pytest.mark.slow

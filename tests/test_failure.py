@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longhorizon as lh
 from longhorizon import functional
+from longhorizon.engines.choose import instead
 from longhorizon.problem import environment, make_problem
 from problems import assert_identical, classify, held_out, mlp, pairs, problem, task_of, through_a_file
 
@@ -668,3 +669,16 @@ def test_the_automatic_choice_takes_the_engine_that_can():
     assert torch.equal(found.grad["lr"], same.grad["lr"])
     with pytest.raises(lh.NotDifferentiable, match="Forward cannot differentiate"):
         lh.hypergradient(task_of(Fast), lh.sgd(), **settings, engine=lh.Forward())
+    how = settings | {"outer": lh.GradientDescent(0.1), "outer_steps": 2}  # without outer steps nothing is smoothed
+    tuned = lh.tune(task_of(Fast), lh.sgd(), **how)
+    assert [step.engine.partition(",")[0] for step in tuned.history] == ["adjoint"] * 2
+    by_adjoint = lh.tune(task_of(Fast), lh.sgd(), **how, engine=lh.Adjoint())
+    assert tuned.schedule == by_adjoint.schedule
+    with pytest.raises(lh.NotDifferentiable, match="Forward cannot differentiate"):
+        lh.tune(task_of(Fast), lh.sgd(), **how, engine=lh.Forward())
+
+
+def test_the_automatic_choice_of_a_hybrid_takes_the_adjoint_where_it_must():
+    assert instead(lh.Hybrid("forward", pairs=5)) == lh.Hybrid("adjoint", pairs=5)
+    assert instead(lh.Forward(clip=10.0)) == lh.Adjoint()
+    assert [instead(engine) for engine in (lh.Adjoint(), lh.Hybrid(), lh.Factorial())] == [None] * 3

@@ -371,10 +371,12 @@ def test_a_value_that_makes_the_loss_no_number_is_gone_back_from_after_a_stop_to
 def test_what_a_run_that_failed_at_once_has_left_is_written_over(tmp_path):
     """Its stream ended before the first checkpoint; corrected, the same call begins anew."""
     short = make_task(train=lambda seed: iter(make_task().train(seed)[:3]))
-    with pytest.raises(Exception, match="3"):
+    with pytest.raises(ValueError, match=r"ended after 3 batches"):
         tune(task=short, dir=tmp_path / "r", checkpoint_seconds=1000.0)
     assert (tmp_path / "r/run.json").exists()
     assert not RunDirectory(tmp_path / "r").begun
+    with pytest.raises(ValueError, match=r"ended after 3 batches"):  # the same settings, another model
+        tune(task=replace(short, model=wider), dir=tmp_path / "r", checkpoint_seconds=1000.0)
     found = tune(dir=tmp_path / "r", steps=10, outer_steps=1)
     assert found.history[0].steps == 10
     assert RunDirectory(tmp_path / "r").describe()["settings"]["steps"] == [10]

@@ -214,6 +214,47 @@ def test_attach_refuses_what_would_be_silently_wrong():
         lh.Schedule({"lr": (0.1,)}).attach(optimizer, steps=0)
 
 
+class Ours(torch.optim.Adam):
+    """Somebody's."""
+
+
+class Adam8bit(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__([nn.Parameter(torch.zeros(1))], optimizer.defaults)
+
+
+@pytest.mark.parametrize(
+    ("make", "warned"),
+    [
+        (torch.optim.Adam, False),
+        (Ours, False),
+        (Adam8bit, False),
+        (lambda params: Wrapper(Ours(params)), False),
+        (torch.optim.NAdam, True),
+        (torch.optim.AdamW, True),
+        (lambda params: torch.optim.SGD(params, lr=1.0), True),
+    ],
+)
+def test_a_schedule_for_another_kind_of_optimizer_is_warned_of(make, warned):
+    """A subclass, a wrapper and somebody else's form of an optimizer are of its kind."""
+    schedule = lh.Schedule({"lr": (0.1,)}, {"name": "adam"})
+    optimizer = make([nn.Parameter(torch.zeros(1))])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        schedule.attach(optimizer, steps=5)
+    assert [str(w.message).startswith("the schedule was learnt for torch.optim.Adam, and") for w in said] == [
+        True
+    ] * warned
+
+
 def test_hyperparameters_of_the_loss_are_left_to_the_user():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     lh.Schedule({"lr": (0.1,), "smoothing": (0.2,)}, in_loss=("smoothing",)).attach(optimizer, steps=5)

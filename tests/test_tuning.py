@@ -447,6 +447,7 @@ def test_runs_in_two_threads_do_not_disturb_each_other():
 @pytest.mark.parametrize(("val_loss", "warned"), [(None, True), (loss, False)])
 def test_a_validation_loss_that_could_be_tuned_by_itself_is_warned_of(val_loss, warned):
     """A weight below zero would be the best, and every network the same."""
+    called = tune.__code__.co_firstlineno + 3
     task = make_task(loss=lambda model, batch, hypers: hypers["weight"] * loss(model, batch), val_loss=val_loss)
     hypers = {"lr": lh.Hyper(0.1), "weight": lh.Hyper(1.0, step=0.1)}
     with warnings.catch_warnings(record=True) as said:
@@ -454,6 +455,7 @@ def test_a_validation_loss_that_could_be_tuned_by_itself_is_warned_of(val_loss, 
         tune(task=task, hypers=hypers, outer_steps=1)
     words = "the validation loss reads 'weight', which is learnt"
     assert [str(w.message)[: len(words)] for w in said] == [words] * warned
+    assert all(w.filename == __file__ and w.lineno == called for w in said)  # where `lh.tune` is called
     fixed = hypers | {"weight": lh.Hyper(1.0, learn=False)}
     tune(task=task, hypers=fixed, outer_steps=1)  # warnings are errors here
 

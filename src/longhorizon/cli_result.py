@@ -98,6 +98,9 @@ def conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool)
         return
     for key in tuned.schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
         print(f"{key:<14} {numbers(tuned.schedule[key], 12)}")
+    if tuned.found_nothing:
+        print(f"nothing was learnt: no run ended below {tuned.untrained:.4g}, the validation loss of fresh weights;")
+        print("begin at other values, with smaller outer steps (`step`), or on shorter runs (`steps`)")
     for name, found in result.get("test", {}).items():
         cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
         print(f"test, {name + ':':<32} {cells}")

@@ -135,9 +135,9 @@ def check_values(key: str, hyper: Hyper, values: Tensor) -> None:
             f"hyperparameter {key!r} has {hyper.windows} window(s) but {values.numel()} values; give one per window."
         )
     if not bool(values.isfinite().all()):
-        raise ValueError(f"hyperparameter {key!r} starts at {_short(values)}: values must be finite.")
+        raise ValueError(f"hyperparameter {key!r} starts at {in_short(values)}: values must be finite.")
     if hyper.scale == "log" and not bool((values > 0).all()):
-        raise ValueError(f"hyperparameter {key!r} is {_short(values)} on a log scale: values must be positive.")
+        raise ValueError(f"hyperparameter {key!r} is {in_short(values)} on a log scale: values must be positive.")
 
 
 def _check_one(key: str, hyper: Hyper, steps: int) -> None:
@@ -171,7 +171,7 @@ def _check_one(key: str, hyper: Hyper, steps: int) -> None:
         raise ValueError(f"hyperparameter {key!r} has low={hyper.low} and high={hyper.high}: low must be below high.")
     if bool((values < low).any() or (values > high).any()):
         raise ValueError(
-            f"hyperparameter {key!r} starts at {_short(values)}, outside [{low}, {high}]; "
+            f"hyperparameter {key!r} starts at {in_short(values)}, outside [{low}, {high}]; "
             "move `start` inside or widen the bounds."
         )
     if hyper.step is not None and not (isinstance(hyper.step, Real) and 0 < float(hyper.step) < math.inf):
@@ -215,7 +215,8 @@ def matches(pattern: str, name: str, p: Tensor) -> bool:
     return fnmatchcase(name, pattern)
 
 
-def _short(values: Tensor) -> str:
+def in_short(values: Tensor) -> str:
+    """The first few."""
     shown = [f"{v:g}" for v in values[:4].tolist()]
     return shown[0] if len(values) == 1 else f"[{', '.join(shown)}{', …' if len(values) > 4 else ''}]"
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from longhorizon import tree
 from longhorizon.functional import Buffers, Functional
-from longhorizon.hypers import Hyper, argument, nearest, select, step_size
+from longhorizon.hypers import Hyper, argument, in_short, nearest, select, step_size
 from longhorizon.rules import Params, Range, Rule, Update
 
 _WHOLE = ("all parameters",)  # the name of the vector of a group
@@ -236,15 +236,16 @@ def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_
 
 
 def fitted(rule: Rule, hypers: Mapping[str, Hyper]) -> dict[str, Hyper]:
-    """The entries with the bounds and outer steps that the rule's arguments have, where they have none of their own."""
+    """The entries within the bounds of the rule's arguments, and with their outer steps where they have none."""
     made = {}
     for key, hyper in hypers.items():
         low, high, step = rule.ranges.get(argument(key), Range())
-        rule.check(argument(key), hyper.values().tolist(), f"hyperparameter {key!r} starts at {hyper.start!r}")
+        values = hyper.values()
+        rule.check(argument(key), values.tolist(), f"hyperparameter {key!r} starts at {in_short(values)}")
         made[key] = replace(
             hyper,
-            low=low if hyper.low is None else hyper.low,
-            high=high if hyper.high is None else hyper.high,
+            low=max((bound for bound in (low, hyper.low) if bound is not None), default=None),
+            high=min((bound for bound in (high, hyper.high) if bound is not None), default=None),
             step=step_size(key, hyper, step) if step else hyper.step,
         )
     return made

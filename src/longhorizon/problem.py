@@ -238,13 +238,14 @@ def make_problem(
     cuda.check_precision(problem.dtype)
     _check_batch(problem)
     known = (task.train, task.val, list(hypers))
-    for *one, draws in inner.checked:  # a run like this one with another seed: there may be very many
+    for *one, draws, read in inner.checked:  # a run like this one with another seed: there may be very many
         if one[0] is known[0] and one[1] is known[1] and one[2] == known[2]:
-            problem.draws = draws
+            problem.draws, problem.read_in_validation = draws, read
             return problem
     _check_losses(problem)
     _check_metrics(problem)
-    inner.checked.append((*known, problem.draws))
+    if not problem.unfit:
+        inner.checked.append((*known, problem.draws, problem.read_in_validation))
     return problem
 
 

@@ -71,7 +71,8 @@ class Rule:
         """Refuse what is outside an argument's bounds; `what` says who gave it."""
         low, high, _ = self.ranges.get(argument, Range())
         if any((low is not None and v < low) or (high is not None and v > high) for v in values):
-            bounds = [f"at {word} {bound:g}" for word, bound in (("least", low), ("most", high)) if bound is not None]
+            known = [(word, bound) for word, bound in (("least", low), ("most", high)) if bound is not None]
+            bounds = [f"at {word} {bound:.10g}" for word, bound in known]
             raise ValueError(f"{what}: {self.name} takes {' and '.join(bounds)} there.")
 
 
@@ -114,12 +115,13 @@ def sgd(
     return Rule("sgd", defaults, _sgd_init, _sgd_update(nesterov), {"nesterov": nesterov}, elementwise=True)
 
 
-# Steps are of about the size of the lr, whatever the gradient. At β = 1, and at ε = 0 where a gradient is zero, 0 / 0.
+# Steps are of about the size of the lr, whatever the gradient. At β = 1, and at ε = 0 where a gradient is zero, 0 / 0:
+# what is nearest to that in float32 with some room.
 _ADAM = {
     "lr": Range(step=1e-3),
-    "beta1": Range(-0.9999, 0.9999),
-    "beta2": Range(0.0, 0.99999),
-    "eps": Range(low=1e-12),
+    "beta1": Range(-0.9999999, 0.9999999),
+    "beta2": Range(0.0, 0.9999999),
+    "eps": Range(low=1e-30),
 }
 
 

@@ -78,7 +78,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether there is something to go on from. What a run that failed at once leaves may be written over."""
-        return self.exists and any(next(self.path.rglob(name), None) for name in ("journal.jsonl", "*.pt"))
+        return self.exists and any(next(self.path.rglob(name), None) for name in ("journal.jsonl", "*.pt", "study.log"))
 
     def begin(self, settings: Mapping[str, Any], recipe: str | None = None) -> None:
         """Write down what is run, or check that it is what was begun here.
@@ -90,14 +90,15 @@ class RunDirectory:
         if self.exists:
             there = self.describe()
             same = there["fingerprint"] == print_ or there["settings"] == _jsonable(settings)  # 1 and 1.0 are one
-            if not same and self.begun:
+            begun = self.begun
+            if begun and not same:
                 raise RunError(
                     f"{self.path} holds another run: {_first_difference(there['settings'], _jsonable(settings))}. "
                     "Choose another directory, or use the settings it was begun with."
                 )
-            if same and recipe is not None and recipe != there.get("recipe"):  # more outer steps: so when resumed
+            if begun and recipe is not None and recipe != there.get("recipe"):  # more outer steps: so when resumed
                 self.save_json("run.json", there | {"recipe": recipe})
-            if same:
+            if begun:
                 return
         elif (self.path / "journal.jsonl").exists() or (self.path / "checkpoint.pt").exists():
             raise RunError(

@@ -342,15 +342,21 @@ def rule_name(schedule: Schedule) -> str:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """An optimizer's name, as a rule has it."""
-    decoupled = any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
-    return "adamw" if decoupled and isinstance(optimizer, torch.optim.Adam) else type(optimizer).__name__.lower()
+    """The rule that is an optimizer's twin, its subclasses' and that of what wraps it; of others its name."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # as accelerate's
+    inner = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    decoupled = any(group.get("decoupled_weight_decay") for group in inner.param_groups)
+    if isinstance(inner, torch.optim.AdamW) or (decoupled and isinstance(inner, torch.optim.Adam)):
+        return "adamw"
+    twins = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    return next((name for name, twin in twins.items() if isinstance(inner, twin)), type(inner).__name__.lower())
 
 
 def _warn_of_another_kind(optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
     """Say where a schedule of one of torch's optimizers is given to another one: its values rarely suit it."""
     name, kind = rule_name(schedule), _kind(optimizer)
-    if name in TWINS and (kind != name if kind in TWINS else name not in kind):  # AdamW8bit is an AdamW
+    one_of_torch = kind in TWINS or type(optimizer).__module__.startswith("torch.optim")
+    if name in TWINS and (kind != name if one_of_torch else name not in kind):  # AdamW8bit is an AdamW, NAdam no Adam
         warnings.warn(
             f"the schedule was learnt for {TWINS[name]}, and this is {type(optimizer).__name__}: what is best for one "
             "is rarely good for the other. Use that optimizer, or learn a schedule for this one.",

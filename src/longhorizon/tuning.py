@@ -16,14 +16,14 @@ import torch
 
 from longhorizon import seeds as seeding
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
-from longhorizon.engines.choose import trusted
+from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.engines.factorial import reach, within_shifts
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names, fitted
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
-from longhorizon.problem import Problem, check_parts, environment, make_problem, refuse_unfit
+from longhorizon.problem import NotDifferentiable, Problem, check_parts, environment, make_problem, refuse_unfit
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
@@ -124,7 +124,13 @@ class Tuning:
         began = time.perf_counter()
         run = self._run or self._begin()
         if not run.done:
-            run.advance()
+            try:
+                run.advance()
+            except NotDifferentiable:
+                other = instead(self.engine) if self.why else None  # an engine that was given has no reason
+                if other is None:
+                    raise
+                run = self._begin_with(other)
         if not run.done:
             self.seconds += time.perf_counter() - began
             return None
@@ -171,7 +177,7 @@ class Tuning:
             warnings.warn(
                 f"the validation loss reads {own[0]!r}, which is learnt: it may become smaller by that alone, with "
                 "nothing trained better. Give Task(val_loss=…), a loss that does not read it.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _make(self) -> Problem:
@@ -191,6 +197,15 @@ class Tuning:
         self._run = self.engine.begin(self._problem, self._inner_saved)
         self._inner_saved = None
         return self._run
+
+    def _begin_with(self, other: Any) -> Run:
+        """The same run once more, where forward mode was chosen and finds that it cannot do it."""
+        assert self._problem is not None
+        self.engine, self.why = other, ADJOINT_ONLY
+        run: Run = other.begin(self._problem)
+        run.advance()
+        self._run = run
+        return run
 
     def _complete(self) -> OuterStep:
         finished, steps = self.finished, self.horizon(self.index)

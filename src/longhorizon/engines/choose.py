@@ -1,5 +1,6 @@
 """The automatic choice between forward and adjoint, and its reason in words; and what tuning makes of it."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ FORWARD_BASE, FORWARD_COLUMN = 2.1, 0.67  # traced; a run too short to be traced
 ADJOINT, REPLAY = 4.2, 1.2
 
 MOST = 21  # values that tuning smooths: 24 pairs of runs
+ADJOINT_ONLY = "forward mode cannot differentiate this model's gradient"
 
 
 def choose(problem: Problem, per_step: bool = False) -> tuple[Any, str]:
@@ -69,6 +71,13 @@ def trusted(problem: Problem) -> tuple[Any, str]:
         if together > 1:
             return smoothed, f"N={problem.n_values} values: {runs} plain training runs, {together} side by side in bf16"
     return hybrid, why if fits == isinstance(engine, Adjoint) else f"{why}, whose meter sees the whole run"
+
+
+def instead(engine: Any) -> Any:
+    """What takes the place of an engine of forward mode that was chosen by itself; None for any other engine."""
+    if isinstance(engine, Hybrid) and engine.exact == "forward":
+        return replace(engine, exact="adjoint")
+    return Adjoint() if isinstance(engine, Forward) else None
 
 
 def _batches_fit(problem: Problem) -> bool:

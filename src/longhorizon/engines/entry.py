@@ -7,8 +7,7 @@ from typing import Any, Literal
 from longhorizon.cuda import Precision
 from longhorizon.engines.adjoint import Adjoint
 from longhorizon.engines.base import Engine, Progress, Run
-from longhorizon.engines.choose import choose
-from longhorizon.engines.forward import Forward
+from longhorizon.engines.choose import ADJOINT_ONLY, choose, instead
 from longhorizon.engines.greedy import Greedy
 from longhorizon.hypers import Hyper
 from longhorizon.problem import NotDifferentiable, Problem, environment, make_problem, refuse_unfit
@@ -89,9 +88,10 @@ def compute(
     try:
         run = _begun(chosen, problem, progress)
     except NotDifferentiable:
-        if engine != "auto" or not isinstance(chosen, Forward):
+        other = instead(chosen) if engine == "auto" else None
+        if other is None:
             raise
-        run, why = _begun(Adjoint(), problem, progress), "forward mode cannot differentiate this model's gradient"
+        run, why = _begun(other, problem, progress), ADJOINT_ONLY
     while not run.done:
         run.advance()
         if progress is not None:

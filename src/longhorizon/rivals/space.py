@@ -113,4 +113,4 @@ def thinned(numbers: Sequence[float], finest: int = FINEST) -> list[float]:
     if len(numbers) <= finest:
         return [float(v) for v in numbers]
     edges = [round(w * len(numbers) / finest) for w in range(finest + 1)]
-    return [float(np.mean(numbers[a:b])) for a, b in pairwise(edges)]
+    return [float(np.clip(np.mean(part := numbers[a:b]), min(part), max(part))) for a, b in pairwise(edges)]

@@ -134,15 +134,17 @@ def setup_of(dir: Path) -> tuple[Setup, dict[str, object]]:
     import torch
 
     from longhorizon import recipe as recipes
+    from longhorizon.inner import fitted
 
     directory = RunDirectory(dir)
     chosen = recipes.make_recipe(tomllib.loads(directory.describe()["recipe"]), str(dir))
     task, per_epoch = recipes.task_of(chosen)
+    rule = recipes.rule_of(chosen)
     torch.set_num_threads(recipes.threads_of(chosen, task))
     setup = Setup(
         task,
-        recipes.rule_of(chosen),
-        recipes.hypers_of(chosen),
+        rule,
+        fitted(rule, recipes.hypers_of(chosen)),
         recipes.horizons_of(chosen, per_epoch),
         chosen.outer_steps,
         recipes.outer_of(chosen),
