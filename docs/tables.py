@@ -206,12 +206,13 @@ def trust_tune() -> str:
         for label, row in json.loads(path.read_text())["table"].items():
             accuracy = [
                 f"{100 * row[kind]['accuracy']:.2f} ± {100 * (row[kind]['error'] or 0):.2f}"
-                for kind in ("learnt", "best")
+                for kind in ("learnt", "best", "kept")
             ]
+            worst = [f"{100 * row[kind]['worst']:.2f}" for kind in ("learnt", "kept")]
             cost = [f"{row['outer_steps']:.1f}", f"{row['inner_steps']:.0f}", f"{row['plain_runs']:.0f}"]
-            rows.append([name, label, *accuracy, f"{100 * row['learnt']['worst']:.2f}", *cost])
-    head = ["task", "method", "last, test %", "best by validation, test %", "worst seed, last", "outer steps"]
-    return _table([*head, "inner steps", "time in plain runs"], rows)
+            rows.append([name, label, *accuracy, *worst, *cost])
+    head = ["task", "method", "last, test %", "best by validation, test %", "kept, test %", "worst seed, last"]
+    return _table([*head, "worst seed, kept", "outer steps", "inner steps", "time in plain runs"], rows)
 
 
 SIGNS = (("right", "sure"), ("undoubted_right", "undoubted"))

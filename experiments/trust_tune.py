@@ -3,6 +3,8 @@
     python experiments/trust_tune.py                digits and MNIST, ten tuning seeds of each method
     python experiments/trust_tune.py --set digits   one of them; mnist-epoch is what figure1.py --data mnist tunes
 
+"last" is what a run ends with, "best" what its best outer step was at, and "kept" what `tune` keeps of the two: three
+plain training runs of each decide (`lh.confirm`), which is done for rows of the result that have none yet, too.
 All methods start from zero and take at most as many outer steps as the paper's settings (forward, H·Z clipped at 10,
 sign steps). Every result is trained from scratch on all training data and tested, five times. Cost: inner steps of any
 kind; and the processor time of the tuning run over that of a plain training run, measured right before it.
@@ -54,6 +56,10 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIRM = 3  # plain training runs with the last values, and with the best
+CONFIRMS = 10**6  # the first of their seeds
+
+
 def learnt(windows: int) -> dict[str, lh.Hyper]:
     """The paper's values, all from zero."""
     return {
@@ -82,6 +88,7 @@ def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, te
         outer_steps=setting.outer_steps,
         seed=seed,
         progress=count,
+        confirm=0,  # that is done afterwards, for results that were made before, too
         **method,
     )
     took = time.process_time() - began
@@ -104,16 +111,25 @@ def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, te
     return row
 
 
+def confirmed(task: lh.Task, setting: Setting, row: dict[str, Any], seed: int) -> dict[str, str]:
+    """Which of the last values and the best ones `tune` would have kept in the end."""
+    schedules = {name: row[name]["schedule"] for name in ("learnt", "best")}
+    fresh = [CONFIRMS + CONFIRM * seed + i for i in range(CONFIRM)]
+    found = lh.confirm(task, lh.sgd(), learnt(setting.windows), schedules, steps=setting.steps, seeds=fresh)
+    return {"kept": found.chosen}
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over tuning seeds, and the standard error of the accuracy over them."""
     said: dict[str, Any] = {}
-    for name in ("learnt", "best"):
-        accuracy = [statistics.fmean(row[name]["accuracy"]) for row in rows]
+    for name in ("learnt", "best", "kept"):
+        chosen = [row[row["kept"] if name == "kept" else name] for row in rows]
+        accuracy = [statistics.fmean(one["accuracy"]) for one in chosen]
         said[name] = {
             "accuracy": rounded(statistics.fmean(accuracy)),
             "error": rounded(statistics.stdev(accuracy) / len(accuracy) ** 0.5) if len(accuracy) > 1 else None,
             "worst": rounded(min(accuracy)),
-            "loss": rounded(statistics.fmean(statistics.fmean(row[name]["loss"]) for row in rows)),
+            "loss": rounded(statistics.fmean(statistics.fmean(one["loss"]) for one in chosen)),
         }
     for name in ("outer_steps", "inner_steps", "plain_runs"):
         said[name] = rounded(statistics.fmean(row[name] for row in rows), 4)
@@ -133,20 +149,28 @@ def one(args: Any, name: str) -> None:
     work = Work(args, f"trust_tune-{name}", {"set": name, **lengths, "test_seeds": test_seeds})
     rows: dict[str, list[dict[str, Any]]] = {}
     settings = {"data": setting.data, "model": setting.model, **lengths, "seeds": seeds}
-    kept = known(f"trust_tune-{name}", args, settings) if args.method else None
+    kept = known(f"trust_tune-{name}", args, settings) if args.method or args.keep else None
     before = kept["seconds"] - work.seconds() if kept else 0.0
     for label, method in METHODS.items():
-        if args.method and label not in args.method:  # what was made before stays in the result
-            if kept and label in kept["runs"]:
-                rows[label] = kept["runs"][label]
+        asked = not args.method or label in args.method
+        if kept and label in kept["runs"] and (args.keep or not asked):  # what was made before stays in the result
+            rows[label] = kept["runs"][label]
+            continue
+        if not asked:
             continue
         rows[label] = []
         for seed in range(seeds):
             rows[label].append(
                 work.unit(f"{label}-{seed}", lambda m=method, s=seed: tuned(task, setting, m, s, test_seeds))
             )
-        said = summary(rows[label])
-        say(f"{name}: {label}: {100 * said['learnt']['accuracy']:.2f} %, {said['plain_runs']:.0f} plain runs")
+        say(f"{name}: {label}: tuned")
+    for label, found in rows.items():
+        for seed, row in enumerate(found):
+            if "kept" not in row:
+                row |= work.unit(f"kept-{label}-{seed}", lambda r=row, s=seed: confirmed(task, setting, r, s))
+        said = summary(found)
+        text = ", ".join(f"{kind} {100 * said[kind]['accuracy']:.2f}" for kind in ("learnt", "best", "kept"))
+        say(f"{name}: {label}: {text} %, {said['plain_runs']:.0f} plain runs")
     finish(
         args,
         f"trust_tune-{name}",
@@ -164,6 +188,7 @@ def main() -> None:
     parser = arguments(__doc__, "trust_tune")
     parser.add_argument("--set", choices=SETS, help="one of them; without it all")
     parser.add_argument("--method", action="append", choices=METHODS, help="only these")
+    parser.add_argument("--keep", action="store_true", help="do not tune again what is in the result already")
     parser.add_argument("--seeds", type=int, default=10, help="tuning seeds")
     args = parse(parser)
     for name in [args.set] if args.set else SETS:

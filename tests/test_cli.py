@@ -210,6 +210,7 @@ def test_what_is_tested_is_kept_and_a_learnt_loss_compared(tmp_path):
 
 def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):
     words = ["--hypers.lr.start", "0.1", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1e30", "--test-seeds", "2"]
+    words += ["--confirm", "0"]  # or it would not be kept
     lines = call("tune", "--json", *SMALL, *words, cwd=tmp_path).stdout.splitlines()
 
     def refuse(name):

@@ -275,10 +275,10 @@ def test_a_learning_rate_that_was_not_shifted_below_zero_does_not_move_there(out
     known = {"lr": [0.1, math.nan], "momentum": [0.1], "weight_decay": [0.1]}  # the second one's slope is exact
     engine = Told((1.0, FALLS, SURE), *[(1.0, rises, known)] * 4)
     run = tune(engine=engine, outer_steps=5, outer=outer)
-    first, second = run.schedule["lr"].tolist()
+    first, second = run.last["lr"].tolist()
     assert first == 0
     assert second < 0
-    assert run.schedule["momentum"].item() < 0
+    assert run.last["momentum"].item() < 0
 
 
 def test_explosions_in_a_row_lead_back_to_where_it_went_well_and_no_further():

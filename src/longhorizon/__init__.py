@@ -1,5 +1,6 @@
 """longhorizon: tune the hyperparameters of a whole training run with gradients."""
 
+from longhorizon.confirming import Confirmed, confirm
 from longhorizon.engines import (
     Adjoint,
     Factorial,
@@ -63,6 +64,8 @@ __all__ = [
     "search_range",
     # The result: a schedule to save, attach, and train with
     "Schedule",
+    "confirm",
+    "Confirmed",
     "retrain",
     "Retrained",
     "RunDirectory",

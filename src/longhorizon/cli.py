@@ -290,8 +290,10 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
             dir=path,
             checkpoint_seconds=chosen.checkpoint_seconds,
             recipe=recipe_text.to_toml(chosen),
+            confirm=chosen.confirm,
             on_step=outer,
             progress=inner,
+            note=display.note,
         )
     except lh.Interrupted as stop:
         display.stop()

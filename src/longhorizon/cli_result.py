@@ -37,12 +37,15 @@ def write_result(
     """
     result: dict[str, Any] = {
         "schedule": {key: list(v) for key, v in tuned.schedule.values.items()},
+        "last": {key: list(v) for key, v in tuned.last.values.items()},
         "best": {key: list(v) for key, v in tuned.best.values.items()},
         "converged": tuned.converged,
         "outer_steps": len(tuned.history),
         "seconds": sum(record.seconds for record in tuned.history) if seconds is None else seconds,
         "engine": tuned.history[-1].engine if tuned.history else "",
     }
+    if tuned.confirmed is not None:
+        result["confirmed"] = tuned.confirmed.chosen
     known = directory.result()
     same = known.get("schedule") == plain(result["schedule"])
     if same and seconds is None:

@@ -105,6 +105,9 @@ class Recipe:
     seed: int = _setting(0, "of everything")
     seeds: int = _setting(1, "training runs that each hypergradient is averaged over")
     # Afterwards
+    confirm: int = _setting(
+        3, "plain trainings with the last values, and with the best, that decide which are kept; 0: the last"
+    )
     test_seeds: int = _setting(
         5, "trainings from scratch with the result, on all training data, to test it; 0 for none"
     )
@@ -274,6 +277,7 @@ def _check(recipe: Recipe, origin: str) -> None:
         ("outer_steps", 1),
         ("seeds", 1),
         ("batch_size", 1),
+        ("confirm", 0),
         ("test_seeds", 0),
         ("test_steps", 0),
         ("threads", 0),

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from longhorizon.axes import as_percent, in_unit, number, short, span
+from longhorizon.confirming import Confirmed, kept_in
 from longhorizon.extras import need
 from longhorizon.figures import Figure, Panel, diverged, figures, finite, ramp, scores_of
 from longhorizon.outer_step import OuterStep, best_of
-from longhorizon.rundir import RunDirectory, RunError
+from longhorizon.rundir import CONFIRMED, RunDirectory, RunError
 from longhorizon.trust import gathered, remedy
 
 ROWS = 24  # a longer table is folded
@@ -40,8 +41,9 @@ def write_report(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None
     directory = RunDirectory(dir)
     about, records = directory.describe(), directory.journal()
     result, stale = _current(directory.result(), records)
+    confirmed = _confirmed(directory.result(CONFIRMED), records)
     shown = figures(about["settings"], records, result)
-    text = _page(directory.path.resolve().name, about, records, result, stale, shown)
+    text = _page(directory.path.resolve().name, about, records, result, confirmed, stale, shown)
     page = write(text, shown, directory.path if out is None else Path(out))
     if stale:
         (page.with_suffix("") / "test.png").unlink(missing_ok=True)  # of an earlier report
@@ -68,7 +70,7 @@ def write(text: str, shown: Sequence[Figure], target: Path) -> Path:
 
 def _current(result: dict[str, Any], records: Sequence[OuterStep]) -> tuple[dict[str, Any], str]:
     """result.json as far as it is about the last values, and a word about one that is of earlier ones."""
-    tested = result.get("schedule")
+    tested = result.get("last", result.get("schedule"))  # older ones have no other
     if not records or not isinstance(tested, Mapping):
         return result, ""
     last = records[-1].next
@@ -82,11 +84,24 @@ def _current(result: dict[str, Any], records: Sequence[OuterStep]) -> tuple[dict
     )
 
 
+def _confirmed(content: Mapping[str, Any], records: Sequence[OuterStep]) -> Confirmed | None:
+    """What confirmed.json says of the last values and the best ones, if it is complete and about these."""
+    values, losses = content.get("values"), kept_in(content)
+    seeds = losses.get("last", {}).keys()
+    if not (records and seeds and isinstance(values, Mapping) and seeds == losses.get("best", {}).keys()):
+        return None
+    last = values.get("last")
+    if not isinstance(last, Mapping) or any(last.get(key) != v.tolist() for key, v in records[-1].next.items()):
+        return None
+    return Confirmed([*seeds], {name: [own[seed] for seed in seeds] for name, own in losses.items()})
+
+
 def _page(
     name: str,
     about: Mapping[str, Any],
     records: Sequence[OuterStep],
     result: Mapping[str, Any],
+    confirmed: Confirmed | None,
     stale: str,
     shown: list[Figure],
 ) -> str:
@@ -99,7 +114,7 @@ def _page(
         by_name.get("schedules", ""),
         by_name.get("validation", ""),
         by_name.get("test", ""),
-        _schedule_table(settings, records),
+        _schedule_table(settings, records, confirmed),
         by_name.get("hypergradients", ""),
         by_name.get("gamma", ""),
         by_name.get("time", ""),
@@ -200,9 +215,9 @@ def _test_table(result: Mapping[str, Any]) -> str:
     return table(["trained with", *(_e(f"test {name}") for name in names)], rows, numeric=range(1, len(names) + 1))
 
 
-def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> str:
+def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep], confirmed: Confirmed | None) -> str:
     hypers = settings.get("hypers", {})
-    best = best_of(records)
+    best, kept = best_of(records), confirmed.chosen if confirmed else "last"
     rows = []
     for key, hyper in hypers.items():
         start = [number(v) for v in hyper.get("start", [])]
@@ -211,13 +226,16 @@ def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep]) -
         kind = "" if hyper.get("learn", True) else " (fixed)"
         for window, value in enumerate(last):
             part = f"<span class='whole'>{_e(span(window, len(last)))}</span>"
-            rows.append([_e(key) + kind, part, short(start[window]), short(good[window]), f"<b>{short(value)}</b>"])
+            shown = {"best": short(good[window]), "last": short(value)}
+            shown[kept] = f"<b>{shown[kept]}</b>"
+            rows.append([_e(key) + kind, part, short(start[window]), *shown.values()])
+    why = f"Kept are the {kept} ones{f' ({confirmed})' if confirmed else ''}. "
     head = ["name", "part of training", "start", "best run", "last"]
     return section(
         "Values in numbers",
         table(head, rows, numeric=range(2, 5)),
-        "The values to train with: those after the last outer step, and those of the run with the lowest validation "
-        "loss. They stretch to a training run of any length.",
+        "Values to train with: those after the last outer step, and those of the run with the lowest validation "
+        f"loss. {why}They stretch to a training run of any length.",
     )
 
 

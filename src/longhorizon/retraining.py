@@ -1,7 +1,8 @@
 """Train from scratch with a schedule, on all data but the test set, and test."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, nan
 from statistics import mean, stdev
 
@@ -105,31 +106,42 @@ def retrain(
     losses: list[float] = []
     metrics: dict[str, list[float]] = {}
     with environment(precision):
-        first = make_problem(whole, rule, hypers, steps, chosen[0], values, traces)
-        together = at_once(first, len(chosen))
-        for begin in range(0, len(chosen), together):
-            group = chosen[begin : begin + together]
-            problems = [
-                first if begin + i == 0 else make_problem(whole, rule, hypers, steps, seed, values, traces)
-                for i, seed in enumerate(group)
-            ]
-            training = Lanes(problems, None, together, total) if together > 1 else _Alone(problems[0], total)
-            for step in range(steps):
-                loss = training.step(step)
-                if progress is not None:
-                    progress(begin * steps + (step + 1) * len(group), len(chosen) * steps)
-                if step % 100 == 99 and not torch.isfinite(loss).any():
-                    break
-            for i, (seed, problem) in enumerate(zip(group, problems, strict=True)):
-                state = training.lane(i)
-                losses.append(float(problem.validation_loss(state, steps)))
-                measured = problem.measure(state.params, state.buffers)
-                for name, value in measured.items():
-                    metrics.setdefault(name, []).append(value)
-                if on_seed is not None:
-                    on_seed(seed, {"loss": losses[-1], **measured})
+        makes = [partial(make_problem, whole, rule, hypers, steps, seed, values, traces) for seed in chosen]
+        for seed, (problem, state) in zip(chosen, trained(makes, total, progress), strict=True):
+            losses.append(float(problem.validation_loss(state, steps)))
+            measured = problem.measure(state.params, state.buffers)
+            for name, value in measured.items():
+                metrics.setdefault(name, []).append(value)
+            if on_seed is not None:
+                on_seed(seed, {"loss": losses[-1], **measured})
     last = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)  # of its own, not of a row of runs
     return Retrained(chosen, losses, metrics, last.params, last.buffers)
+
+
+def trained(
+    makes: Sequence[Callable[[], Problem]], total: int, progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[Problem, State]]:
+    """Train runs of one length that differ in their seed or their values; each in its turn, when its group is done.
+
+    Args:
+        makes: what makes each run, with one `Traces`.
+        total: steps of all that will ever be made like these, which decides whether tracing pays.
+        progress: called with (steps done, steps in all) after every step, of all runs together.
+    """
+    first = makes[0]()
+    together, steps = at_once(first, len(makes)), first.steps
+    for begin in range(0, len(makes), together):
+        group = makes[begin : begin + together]
+        problems = [first if begin + i == 0 else make() for i, make in enumerate(group)]
+        training = Lanes(problems, None, together, total) if together > 1 else _Alone(problems[0], total)
+        for step in range(steps):
+            loss = training.step(step)
+            if progress is not None:
+                progress(begin * steps + (step + 1) * len(group), len(makes) * steps)
+            if step % 100 == 99 and not torch.isfinite(loss).any():
+                break
+        for i, problem in enumerate(problems):
+            yield problem, training.lane(i)
 
 
 class _Alone:

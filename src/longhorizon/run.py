@@ -13,7 +13,9 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
+from longhorizon import confirming
 from longhorizon.accuracy import rounding_error
+from longhorizon.confirming import Confirmed, kept_in
 from longhorizon.cuda import Precision
 from longhorizon.engines import Engine, Hybrid
 from longhorizon.hypers import Hyper
@@ -21,13 +23,14 @@ from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, best_of, went_well
 from longhorizon.problem import Problem, environment
 from longhorizon.rules import Rule
-from longhorizon.rundir import RunDirectory, RunError, fingerprint
+from longhorizon.rundir import CONFIRMED, RunDirectory, RunError, fingerprint
 from longhorizon.schedule import Schedule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import Gates, Tuning
+from longhorizon.tuning import Gates, Tuning, run_seed
 
 MEASURED = "hessian_product_error"  # in the record of the environment
+FRESH = 10**6  # more than the outer steps of any run: seeds that none of them has
 
 
 class Interrupted(KeyboardInterrupt):
@@ -48,20 +51,24 @@ class Tuned:
     """A finished tuning run.
 
     Attributes:
-        schedule: the values after the last outer step.
+        schedule: the values to train with: the last ones or the best ones, whichever were confirmed.
+        last: the values after the last outer step.
         best: the values whose run had the lowest validation loss, among runs of the longest horizon.
         history: one record per outer step.
         converged: whether the outer optimizer's steps had become small before the last one.
         dir: where the run is on disk, if anywhere.
         untrained: the validation loss of fresh weights, of the first run; None where it is not known (any more).
+        confirmed: the training runs that decided between the last and the best values; None if there were none.
     """
 
     schedule: Schedule
-    best: Schedule
+    last: Schedule = field(repr=False)
+    best: Schedule = field(repr=False)
     history: list[OuterStep] = field(repr=False)
     converged: bool
     dir: Path | None = None
     untrained: float | None = None
+    confirmed: Confirmed | None = None
 
     @property
     def found_nothing(self) -> bool:
@@ -87,8 +94,10 @@ def tune(
     dir: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 30.0,
     recipe: str | None = None,
+    confirm: int = 3,
     on_step: Callable[[OuterStep], None] | None = None,
     progress: Callable[[Tuning], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Tuned:
     """Learn hyperparameters: train, differentiate the validation loss through the whole run, move, and again.
 
@@ -116,8 +125,11 @@ def tune(
         dir: where to keep the run. If the same run is there already it goes on where it stopped.
         checkpoint_seconds: how often to save inside a training run.
         recipe: a text to keep with the run.
+        confirm: at the end, so many plain training runs with the last values and with the best ones decide which of
+            them become the schedule (see `confirm`). 0 takes the last ones.
         on_step: called with the record of every outer step.
         progress: called with the run's state before the first inner step and after every one within an outer step.
+        note: told in words what is done when outer steps are over.
 
     Returns:
         The learnt schedule and how it came about.
@@ -126,7 +138,9 @@ def tune(
         Interrupted: after Ctrl-C or SIGTERM, when all is saved; call again to go on.
         RunError: if `dir` cannot be used, in one sentence.
     """
-    _check_hooks(checkpoint_seconds, on_step, progress)
+    _check_hooks(checkpoint_seconds, on_step=on_step, progress=progress, note=note)
+    if isinstance(confirm, bool) or not isinstance(confirm, int) or confirm < 0:
+        raise ValueError(f"confirm={confirm!r}: expected a number of training runs, 0 for none.")
     given = {
         "steps": steps,
         "outer_steps": outer_steps,
@@ -143,7 +157,7 @@ def tune(
         with environment(precision):
             tuning.prepare()
             _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
-        return _tuned(tuning, history, None)
+        return _tuned(tuning, history, None, _confirmed(tuning, None, confirm, precision, note))
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written
     if not RunDirectory(dir).begun:
         with environment(precision):
@@ -163,16 +177,18 @@ def tune(
             if not tuning.done:
                 _check_model(directory, tuning.made())
             _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
-        _save_schedules(directory, tuning)
-        return _tuned(tuning, history, directory.path)
+        found = _confirmed(tuning, directory, confirm, precision, note)
+        tuned = _tuned(tuning, history, directory.path, found)
+        _save_schedules(directory, tuning, tuned.schedule)
+        return tuned
 
 
-def _check_hooks(checkpoint_seconds: object, on_step: object, progress: object) -> None:
+def _check_hooks(checkpoint_seconds: object, **hooks: object) -> None:
     """Refuse what would fail only when it is first used."""
     number = isinstance(checkpoint_seconds, Real) and not isinstance(checkpoint_seconds, bool)
     if not number or not checkpoint_seconds >= 0:  # type: ignore[operator]
         raise ValueError(f"checkpoint_seconds={checkpoint_seconds!r}: expected a number of seconds, at least 0.")
-    for name, hook in (("on_step", on_step), ("progress", progress)):
+    for name, hook in hooks.items():
         if hook is not None and not callable(hook):
             raise TypeError(f"{name}={hook!r}: expected a function or None.")
 
@@ -302,16 +318,72 @@ def _check_model(directory: RunDirectory, problem: Problem) -> None:
         )
 
 
-def _save_schedules(directory: RunDirectory, tuning: Tuning) -> None:
-    directory.save_schedule("schedule.json", Schedule.of(tuning.hypers, tuning.values, tuning.rule))
+def _save_schedules(directory: RunDirectory, tuning: Tuning, confirmed: Schedule | None = None) -> None:
+    last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
+    directory.save_schedule("schedule.json", confirmed or last)
     if tuning.best is not None:
         directory.save_schedule("best.json", Schedule.of(tuning.hypers, tuning.best[2], tuning.rule))
 
 
-def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None) -> Tuned:
+def _confirmed(
+    tuning: Tuning,
+    directory: RunDirectory | None,
+    count: int,
+    precision: Precision,
+    note: Callable[[str], None] | None,
+) -> Confirmed | None:
+    """Whether to keep the last values or the best; each training run that is done is on disk."""
+    if not count or tuning.best is None:
+        return None
+    steps, values = tuning.best[1], {"last": tuning.values, "best": tuning.best[2]}
+    plain = {name: {key: v.tolist() for key, v in own.items()} for name, own in values.items()}
+    if plain["last"] == plain["best"]:
+        return None
+    about = {"steps": steps, "values": plain}
+    there = directory.result(CONFIRMED) if directory is not None else {}
+    known = kept_in(there) if {key: there.get(key) for key in about} == about else {}
+
+    def done(name: str, seed: int, loss: float) -> None:
+        known.setdefault(name, {})[seed] = loss
+        if directory is not None:
+            losses = {n: {str(s): v if math.isfinite(v) else None for s, v in own.items()} for n, own in known.items()}
+            directory.save_json(CONFIRMED, about | {"losses": losses})
+
+    with stop_signals(directory is not None) as asked:
+
+        def stop_if_asked(*_: int) -> None:
+            if asked:
+                place = directory.path if directory else ""
+                raise Interrupted(
+                    f"stopped while confirming what to keep; all is saved in {place}", "the same call goes on"
+                )
+
+        left = 2 * count - sum(map(len, known.values()))
+        if left > 0 and note is not None:
+            note(f"confirming: {count} plain trainings of {steps} steps with the last values, and with the best ones")
+        found = confirming.confirm(
+            tuning.task,
+            tuning.rule,
+            tuning.given,
+            values,
+            steps=steps,
+            seeds=[run_seed(tuning.seed, FRESH, i) for i in range(count)],
+            precision=precision,
+            traces=tuning.traces,
+            known=known,
+            progress=stop_if_asked,
+            on_run=done,
+        )
+    if note is not None:
+        note(f"kept the {found.chosen} values: {found}")
+    return found
+
+
+def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None, confirmed: Confirmed | None) -> Tuned:
     last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
     best = last if tuning.best is None else Schedule.of(tuning.hypers, tuning.best[2], tuning.rule)
-    return Tuned(last, best, history, tuning.converged, dir, tuning.untrained)
+    kept = best if confirmed is not None and confirmed.chosen == "best" else last
+    return Tuned(kept, last, best, history, tuning.converged, dir, tuning.untrained, confirmed)
 
 
 def _hyper_settings(hyper: Hyper) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     run.json          what is being run: settings, their fingerprint, the recipe, the environment
     journal.jsonl     one line per outer step, only ever appended to
     checkpoint.pt     where the run is, inside an outer step too; written aside, then renamed
-    schedule.json     the latest values       best.json   those with the best validation loss
+    schedule.json     the latest values, at the end what was confirmed       best.json   those of the best run
+    confirmed.json    the plain training runs that decided between the two
     lock              held by the process that runs
 
 A reader never sees half a file. Checkpoints hold tensors, numbers and strings only and are read with
@@ -29,6 +30,7 @@ from longhorizon.outer_step import OuterStep
 from longhorizon.schedule import Schedule
 
 FORMAT = 1
+CONFIRMED = "confirmed.json"
 
 
 class RunError(RuntimeError):
@@ -191,10 +193,10 @@ class RunDirectory:
         """Write any other result."""
         self._write(name, json.dumps(content, indent=2).encode())
 
-    def result(self) -> dict[str, Any]:
-        """The content of result.json; nothing if it is missing or unreadable."""
+    def result(self, name: str = "result.json") -> dict[str, Any]:
+        """The content of result.json, or of another result; nothing if it is missing or unreadable."""
         try:
-            content = json.loads((self.path / "result.json").read_text())
+            content = json.loads((self.path / name).read_text())
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}

@@ -89,7 +89,7 @@ class Tuning:
                 self.why = saved["why"]
         self.converged = self.outer.converged(self.outer_state)
         self._inner_saved = saved["run"] if saved else None
-        self._traces = Traces() if traces is None else traces
+        self.traces = Traces() if traces is None else traces
         self._problem: Problem | None = None
         self._prepared: Problem | None = None  # that of the next run
         self._run: Run | None = None
@@ -183,9 +183,7 @@ class Tuning:
     def _make(self) -> Problem:
         """Fresh weights and a fresh split."""
         seed = run_seed(self.seed, self.index, len(self.finished))
-        return make_problem(
-            self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, self._traces
-        )
+        return make_problem(self.task, self.rule, self.hypers, self.horizon(self.index), seed, self.values, self.traces)
 
     def _begin(self) -> Run:
         """A run over a fresh problem."""
