@@ -294,6 +294,7 @@ def _estimators() -> dict[str, Any]:
         "digits-calm",
         "mnist-calm",
         "digits-edge",
+        "mnist-edge",
         "lenet-edge",
         "digits-long",
         "digits-hot",

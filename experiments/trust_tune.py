@@ -12,6 +12,7 @@ kind; and the processor time of the tuning run over that of a plain training run
 Result: experiments/results/trust_tune-SET.json.
 """
 
+import math
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -129,7 +130,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "accuracy": rounded(statistics.fmean(accuracy)),
             "error": rounded(statistics.stdev(accuracy) / len(accuracy) ** 0.5) if len(accuracy) > 1 else None,
             "worst": rounded(min(accuracy)),
-            "loss": rounded(statistics.fmean(statistics.fmean(one["loss"]) for one in chosen)),
+            "loss": rounded(statistics.fmean(math.nan if v is None else v for one in chosen for v in one["loss"])),
         }
     for name in ("outer_steps", "inner_steps", "plain_runs"):
         said[name] = rounded(statistics.fmean(row[name] for row in rows), 4)

@@ -395,6 +395,32 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside, monkeypatch):
     assert len(set(plot._colours(list(labels)))) == 5
 
 
+def test_smoke_of_figure1_on_mnist(tmp_path, inside):
+    """The same protocol at a size for a CPU: its own result, rows, picture and table on the front page."""
+    import figure1_rows
+    import plot
+    import tables
+
+    assert tables.front_mnist(tmp_path / "nothing").count("\n") == 2  # nothing but its head
+    result = inside("figure1", "--data", "mnist", "--methods", "fds,grid", "--engine", "bounded")
+    assert result["experiment"] == "figure1-mnist"
+    assert result["against"] == "grid"
+    assert result["settings"]["model"] == "mlp-32"
+    assert {(s["method"], s["steps"]) for s in result["outer_steps"]} == {("fds-bounded", result["settings"]["steps"])}
+    assert (tmp_path / "figure1-mnist-entrants" / "fds-bounded-0.json").exists()
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "figure1-mnist.json").write_text(json.dumps(result))
+    fds, grid = figure1_rows.rows_of_mnist(result)
+    assert fds.command == "python experiments/figure1.py --data mnist --methods fds --engine bounded"
+    assert fds.runs == 3
+    assert grid.runs == 135
+    assert "best of Appendix F's grid" in tables.front_mnist(results)
+    assert tables.table(results).count("| Figure 1, MNIST |") == 2
+    names = [figure.name for figure in plot.figure1(result, results)]
+    assert names == ["figure1-mnist", "figure1-mnist-learnt"]
+
+
 @pytest.mark.slow
 def test_terminated_figure1_goes_on(tmp_path):
     once, again = tmp_path / "once", tmp_path / "again"
@@ -524,3 +550,37 @@ def test_smoke_of_trust_tune(tmp_path):
     assert result["runs"]["paper"][0]["inner_steps"] == 2 * 20
     assert result["runs"]["hybrid, wait"][0]["inner_steps"] == 2 * 2 * 20  # there and back, and calm
     assert 0 < result["table"]["paper"]["learnt"]["accuracy"] <= 1
+    assert {row["kept"] for rows in result["runs"].values() for row in rows} <= {"learnt", "best"}
+    again = run("trust_tune", tmp_path, "--set", "digits", "--method", "paper", "--keep")
+    assert again["runs"] == result["runs"]  # nothing is tuned anew
+
+
+def test_a_test_that_diverged_is_in_the_summary():
+    import trust_tune
+
+    row = {"accuracy": [0.1, 0.9], "loss": [None, 0.2]}
+    rows = [{"learnt": row, "best": row, "kept": "best", "outer_steps": 1, "inner_steps": 1, "plain_runs": 1.0}] * 2
+    assert trust_tune.summary(rows)["kept"] == {"accuracy": 0.5, "error": 0.0, "worst": 0.5, "loss": None}
+
+
+def test_smoke_of_trust_steps(tmp_path):
+    result = run("trust_steps", tmp_path, "--task", "digits-edge")
+    steps = result["tasks"]["digits-edge"]["steps"]
+    assert steps.keys() == {"the truth's", "exact", "clip 10", "adjoint, clip auto", "smoothed", "hybrid"}
+    assert all(len(row["changes"]) == 2 for label, row in steps.items() if label != "the truth's")
+    more = run("trust_steps", tmp_path, "--task", "digits-calm")
+    assert more["tasks"].keys() == {"digits-calm", "digits-edge"}
+    assert more["tasks"]["digits-edge"] == result["tasks"]["digits-edge"]
+
+
+def test_a_step_is_against_the_signs():
+    import trust_steps
+
+    grad = {"lr": [1.0, -2.0, 0.0, None, 3.0], "momentum": [-1.0], "weight_decay": [5.0]}
+    moved = trust_steps.stepped("digits-calm", grad)
+    assert moved["lr"] == pytest.approx([0.035, 0.065, 0.05, 0.05, 0.035])
+    assert moved["momentum"] == pytest.approx([0.525])
+    assert moved["weight_decay"] == pytest.approx([5e-4])
+    calm, wild = trust_steps.summary([0.5, 0.5], {"a": [0.4, 0.4]}), trust_steps.summary([0.5, 0.5], {"a": [None, 1e9]})
+    assert calm["change"] == pytest.approx(-0.1)
+    assert wild["change"] == pytest.approx(2.3026 - 0.5, abs=1e-3)

@@ -170,7 +170,7 @@ def report(dir: Path, out: Path | None) -> None:
 @cli.command()
 @_DIR
 @click.option("--format", default="python", show_default=True, type=click.Choice(["python", "json", "csv"]))
-@click.option("--best", is_flag=True, help="The best by validation loss instead of the last.")
+@click.option("--best", is_flag=True, help="The best by validation loss instead of what was kept.")
 @click.option(
     "--steps", default=1000, show_default=True, type=click.IntRange(1), help="csv: length of the run to write out."
 )

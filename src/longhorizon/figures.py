@@ -136,10 +136,9 @@ def schedules(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> Figu
             panels.append(_panel(key, PROGRESS, "value", lines, everything, scale, x_range=(0.0, 100.0)))
     constants = any(panel.whole for panel in panels)
     text = (
-        "Each line is a schedule over training; colour tells after which outer step, and the bold dark one is the "
-        "result."
+        "Each line is a schedule over training; colour tells after which outer step, and the bold dark one is the last."
         if not all(panel.whole for panel in panels)
-        else "Each point is the value after an outer step, the last one the result."
+        else "Each point is the value after an outer step."
     )
     if constants and not all(panel.whole for panel in panels):
         text += " A hyperparameter with a single value is drawn against the outer step."
