@@ -196,6 +196,17 @@ def trust_sure() -> str:
     return _table(["task", "standard errors from zero", "share of values", "of these right"], rows)
 
 
+def trust_steps() -> str:
+    """What an outer step by each estimator's signs does to the mean validation loss."""
+    found = json.loads((EXPERIMENTS / "trust_steps.json").read_text())["tasks"]
+    order = [task for task in TASKS if task in found]
+    rows = [["validation loss before", *(f"{found[task]['stay']:.3f}" for task in order)]]
+    for label in dict.fromkeys(label for task in order for label in found[task]["steps"]):
+        cells = [found[task]["steps"][label] for task in order]
+        rows.append([label, *(f"{cell['change']:+.3f} ± {cell['error']:.3f}" for cell in cells)])
+    return _table(["step by the signs of", *order], rows)
+
+
 def trust_tune() -> str:
     """What better hypergradients are worth to a tuning run."""
     rows = []
@@ -263,10 +274,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "trust_cost": trust_cost,
     "trust_quality": trust_quality,
     "trust_sure": trust_sure,
+    "trust_steps": trust_steps,
     "trust_tune": trust_tune,
     "trust_figure1": trust_figure1,
     "meters": meters,
 }
+TASKS = ["digits-calm", "mnist-calm", "digits-edge", "mnist-edge", "lenet-edge", "digits-long", "digits-hot"]
+TASKS += ["mnist-hot", "cifar-5", "cifar-10"]  # calm ones first
 _PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.S)
 
 
@@ -289,20 +303,8 @@ def pages() -> list[Path]:
 
 
 def _estimators() -> dict[str, Any]:
-    """Results by task, calm ones first."""
-    tasks = (
-        "digits-calm",
-        "mnist-calm",
-        "digits-edge",
-        "mnist-edge",
-        "lenet-edge",
-        "digits-long",
-        "digits-hot",
-        "mnist-hot",
-        "cifar-5",
-        "cifar-10",
-    )
-    paths = {task: EXPERIMENTS / f"estimators-{task}.json" for task in tasks}
+    """Results by task."""
+    paths = {task: EXPERIMENTS / f"estimators-{task}.json" for task in TASKS}
     return {task: json.loads(path.read_text()) for task, path in paths.items() if path.exists()}
 
 

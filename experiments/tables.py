@@ -53,6 +53,8 @@ CAPTIONS = {  # by the start of a picture's name
     "figure1": "Regret of each method's choices over time and over inner steps, and the test of its last one. A method "
     "of which only one choice was tested is a short line.",
     "figure1-learnt": "What each way to run FDS has learnt, by outer step, with the first of its seeds.",
+    "figure1-mnist": "The same comparison on MNIST: a small perceptron, one epoch, one core for each method.",
+    "figure1-mnist-learnt": "What FDS has learnt there, with the first of its seeds.",
     "figure2": "Above, hypergradients of every step's learning rate, a faint line per seed. Below, the error of window "
     "means against the window size, linear and logarithmic; the ring marks the best size. *Corrected* takes away what "
     "few seeds do to *measured*, and hides it where the two agree.",

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from estimators import as_truth
 from record import RESULTS, Work, arguments, finish, parse, rounded, run, say
-from truth import DISTANCE, FOR_A_GPU, TASKS, estimate, setting, stacked
+from truth import DISTANCE, FOR_A_GPU, HELD_OUT, TASKS, estimate, setting, stacked
 
 import longhorizon as lh
 from longhorizon.truth import score
@@ -68,8 +68,8 @@ def clipped_signs(found: dict[str, Any]) -> Iterator[tuple[float, bool]]:
 def binned(
     results: Path, signs_of: Callable[[dict[str, Any]], Iterator[tuple[float, bool]]], edges: tuple[float, ...]
 ) -> dict[str, dict[str, int]]:
-    """Signs and how many of them are right, of all small tasks, by what may speak against them."""
-    paths = [results / f"truth-{name}.json" for name in TASKS if name not in FOR_A_GPU]
+    """Signs and how many of them are right, of all small tasks but the held-out one, by what may speak against them."""
+    paths = [results / f"truth-{name}.json" for name in TASKS if name not in (*FOR_A_GPU, *HELD_OUT)]
     signs = [pair for path in paths if path.exists() for pair in signs_of(json.loads(path.read_text()))]
     found = {}
     for low, high in zip((0.0, *edges), (*edges, float("inf")), strict=True):

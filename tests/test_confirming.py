@@ -12,6 +12,7 @@ import longhorizon as lh
 from longhorizon.confirming import kept_in
 from longhorizon.problem import environment, make_problem
 from longhorizon.report import write_report
+from test_rundir import wider
 from test_tuning import make_task, tune
 
 FAR = {"lr": lh.Hyper(0.1, step=1e4)}  # one outer step leads to where nothing trains
@@ -72,6 +73,7 @@ def test_a_last_step_that_went_wrong_is_not_kept(tmp_path):
     page = write_report(tmp_path / "r").read_text()
     assert f"Kept are the best ones ({run.confirmed})." in page
     assert "<b>0.1</b>" in page
+    assert "the ring is kept: the start" in page
     trusting = tune(hypers=FAR, outer_steps=1, confirm=0)
     assert trusting.schedule == trusting.last == run.last
     assert trusting.confirmed is None
@@ -118,7 +120,7 @@ def test_stopped_while_confirming_it_goes_on(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("longhorizon.retraining.at_once", lambda *_: 1)  # one after the other
     calm, trained = tune(hypers=NEAR, outer_steps=2), []
     tune(task=counted(trained), hypers=NEAR, outer_steps=2)
-    fourth = len(trained) - 2  # of six
+    fourth = len(trained) - 1  # of six; with a directory the model is looked at before
     child = os.fork()
     if child == 0:
         try:
@@ -134,7 +136,7 @@ def test_stopped_while_confirming_it_goes_on(tmp_path, kind, monkeypatch):
     found = tune(task=counted(again), hypers=NEAR, outer_steps=2, dir=tmp_path / "r")
     assert found.confirmed == calm.confirmed
     assert found.schedule == calm.schedule
-    assert len(again) == 3
+    assert len(again) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,26 @@ def test_stopped_while_confirming_it_goes_on(tmp_path, kind, monkeypatch):
 def test_a_damaged_file_is_made_anew(tmp_path, content):
     run = tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r")
     (tmp_path / "r/confirmed.json").write_text(content)
-    assert "Kept are the last ones." in write_report(tmp_path / "r").read_text()
+    assert "schedule.json has the last ones." in write_report(tmp_path / "r").read_text()
     assert tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r").confirmed == run.confirmed
+
+
+def test_another_model_is_refused_while_confirming(tmp_path):
+    """Its losses would stand among those of the first one."""
+    tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r")
+    there = (tmp_path / "r/confirmed.json").read_bytes()
+    with pytest.raises(lh.RunError, match="holds a run of another model"):
+        tune(task=make_task(model=wider), hypers=NEAR, outer_steps=1, dir=tmp_path / "r", confirm=5)
+    assert (tmp_path / "r/confirmed.json").read_bytes() == there
+
+
+def test_what_earlier_processes_spent_is_told(tmp_path):
+    first = tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r", confirm=2)
+    assert 0 < first.confirmed.seconds < first.seconds
+    again = tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r", confirm=2)
+    assert again.confirmed.seconds == pytest.approx(first.confirmed.seconds, rel=0.5)
+    more = tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r", confirm=3)
+    assert more.confirmed.seconds > again.confirmed.seconds
 
 
 @pytest.mark.parametrize("confirm", [-1, True, 2.5, "3"])

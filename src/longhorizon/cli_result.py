@@ -41,7 +41,7 @@ def write_result(
         "best": {key: list(v) for key, v in tuned.best.values.items()},
         "converged": tuned.converged,
         "outer_steps": len(tuned.history),
-        "seconds": sum(record.seconds for record in tuned.history) if seconds is None else seconds,
+        "seconds": tuned.seconds if seconds is None else seconds,
         "engine": tuned.history[-1].engine if tuned.history else "",
     }
     if tuned.confirmed is not None:

@@ -6,7 +6,7 @@ of them is no good. They cost a small part of what tuning did (docs/trust.md has
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from statistics import fmean
@@ -31,10 +31,12 @@ class Confirmed:
     Attributes:
         seeds: one training run of each schedule with each.
         losses: per schedule and seed; infinite for a run that diverged.
+        seconds: that the runs of `tune` took, those of an earlier process included.
     """
 
     seeds: list[int]
     losses: dict[str, list[float]]
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def chosen(self) -> str:
@@ -71,6 +73,12 @@ def kept_in(content: Mapping[str, Any]) -> dict[str, dict[int, float]]:
         }
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
+
+
+def seconds_in(content: Mapping[str, Any]) -> float:
+    """What these took."""
+    seconds = content.get("seconds")
+    return float(seconds) if isinstance(seconds, float | int) and isfinite(seconds) else 0.0
 
 
 def _rank(losses: Sequence[float]) -> tuple[int, float]:

@@ -104,12 +104,14 @@ class Figure:
     size: tuple[float, float] = (3.7, 2.9)
 
 
-def figures(settings: Mapping[str, Any], records: Sequence[OuterStep], result: Mapping[str, Any]) -> list[Figure]:
-    """Everything there is to draw about a run, whatever is there of it."""
+def figures(
+    settings: Mapping[str, Any], records: Sequence[OuterStep], result: Mapping[str, Any], kept: int | None = None
+) -> list[Figure]:
+    """Everything there is to draw about a run, whatever is there of it; `kept` as for `schedules`."""
     found: list[Figure] = []
     if records:
         found = [
-            schedules(settings, records),
+            schedules(settings, records, kept),
             validation(records),
             hypergradients(settings, records),
             gammas(settings, records),
@@ -118,9 +120,14 @@ def figures(settings: Mapping[str, Any], records: Sequence[OuterStep], result: M
     return [figure for figure in [*found, held_out(result)] if figure.panels]
 
 
-def schedules(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> Figure:
-    """The paper's Figure 4: values over training, one line per outer step."""
+def schedules(settings: Mapping[str, Any], records: Sequence[OuterStep], kept: int | None = None) -> Figure:
+    """The paper's Figure 4: values over training, one line per outer step.
+
+    Args:
+        kept: after how many outer steps the values are that were kept in the end; None for the last ones.
+    """
     count = len(records)
+    kept = count if kept is None else kept
     panels = []
     for key in learnt(settings, records):
         history = [finite(r.values[key]) for r in records] + [finite(records[-1].next[key])]
@@ -130,15 +137,20 @@ def schedules(settings: Mapping[str, Any], records: Sequence[OuterStep]) -> Figu
         if len(history[0]) == 1:
             colours = [ramp(i, count) for i in range(count + 1)]
             lines = [Line(key, [values[0] for values in history], colour="#9aa5b1", colours=colours)]
+            if kept != count:
+                lines.append(Line("kept", [history[kept][0]], [float(kept)], RING, 2.0, "ring"))
             panels.append(_panel(key, "outer step", "value", lines, everything, scale, whole=True))
         else:
-            lines = _by_outer_step(history, count, last=count)
+            lines = _by_outer_step(history, count, bold=kept)
             panels.append(_panel(key, PROGRESS, "value", lines, everything, scale, x_range=(0.0, 100.0)))
     constants = any(panel.whole for panel in panels)
+    what = (
+        "the last" if kept == count else f"kept: what there was after outer step {kept}" if kept else "kept: the start"
+    )
     text = (
-        "Each line is a schedule over training; colour tells after which outer step, and the bold dark one is the last."
+        f"Each line is a schedule over training; colour tells after which outer step, and the bold one is {what}."
         if not all(panel.whole for panel in panels)
-        else "Each point is the value after an outer step."
+        else "Each point is the value after an outer step" + (f"; the ring is {what}." if kept != count else ".")
     )
     if constants and not all(panel.whole for panel in panels):
         text += " A hyperparameter with a single value is drawn against the outer step."
@@ -332,10 +344,11 @@ def _per_value(
     return panels, ramped
 
 
-def _by_outer_step(history: list[Numbers], count: int, first: int = 0, last: int | None = None) -> list[Line]:
-    """A stepped line over training per outer step; the last one bold if it is the result."""
+def _by_outer_step(history: list[Numbers], count: int, first: int = 0, bold: int | None = None) -> list[Line]:
+    """A stepped line over training per outer step; one of them bold."""
     windows = len(history[0])
-    chosen = sorted({round(i * (len(history) - 1) / max(LINES - 1, 1)) for i in range(LINES)})
+    some = {round(i * (len(history) - 1) / max(LINES - 1, 1)) for i in range(LINES)}
+    chosen = sorted(some if bold is None else some | {bold})
     if len(history) <= LINES:
         chosen = list(range(len(history)))
     return [
@@ -344,7 +357,7 @@ def _by_outer_step(history: list[Numbers], count: int, first: int = 0, last: int
             [*history[i], history[i][-1]],  # the last window has an end too
             (0.0, 100 / windows),
             ramp(i, count),
-            (3.2 if i == last else 1.3) * (1.0 if windows <= WINDOWS_APART else 0.6),
+            (3.2 if i == bold else 1.3) * (1.0 if windows <= WINDOWS_APART else 0.6),
             "steps",
         )
         for i in chosen

@@ -42,7 +42,9 @@ def write_report(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None
     about, records = directory.describe(), directory.journal()
     result, stale = _current(directory.result(), records)
     confirmed = _confirmed(directory.result(CONFIRMED), records)
-    shown = figures(about["settings"], records, result)
+    best = best_of(records)
+    kept = best.index if best is not None and confirmed is not None and confirmed.chosen == "best" else None
+    shown = figures(about["settings"], records, result, kept)
     text = _page(directory.path.resolve().name, about, records, result, confirmed, stale, shown)
     page = write(text, shown, directory.path if out is None else Path(out))
     if stale:
@@ -229,7 +231,7 @@ def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep], c
             shown = {"best": short(good[window]), "last": short(value)}
             shown[kept] = f"<b>{shown[kept]}</b>"
             rows.append([_e(key) + kind, part, short(start[window]), *shown.values()])
-    why = f"Kept are the {kept} ones{f' ({confirmed})' if confirmed else ''}. "
+    why = f"Kept are the {kept} ones ({confirmed}). " if confirmed else "schedule.json has the last ones. "
     head = ["name", "part of training", "start", "best run", "last"]
     return section(
         "Values in numbers",

@@ -8,20 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 from longhorizon import confirming
 from longhorizon.accuracy import rounding_error
-from longhorizon.confirming import Confirmed, kept_in
+from longhorizon.confirming import Confirmed, kept_in, seconds_in
 from longhorizon.cuda import Precision
 from longhorizon.engines import Engine, Hybrid
 from longhorizon.hypers import Hyper
 from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, best_of, went_well
-from longhorizon.problem import Problem, environment
+from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rules import Rule
 from longhorizon.rundir import CONFIRMED, RunDirectory, RunError, fingerprint
 from longhorizon.schedule import Schedule
@@ -69,6 +69,11 @@ class Tuned:
     dir: Path | None = None
     untrained: float | None = None
     confirmed: Confirmed | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What outer steps and confirming took, in all processes."""
+        return sum(record.seconds for record in self.history) + (self.confirmed.seconds if self.confirmed else 0.0)
 
     @property
     def found_nothing(self) -> bool:
@@ -341,13 +346,16 @@ def _confirmed(
         return None
     about = {"steps": steps, "values": plain}
     there = directory.result(CONFIRMED) if directory is not None else {}
-    known = kept_in(there) if {key: there.get(key) for key in about} == about else {}
+    same = {key: there.get(key) for key in about} == about
+    known, before = (kept_in(there), seconds_in(there)) if same else ({}, 0.0)
+    began, seeds = time.perf_counter(), [run_seed(tuning.seed, FRESH, i) for i in range(count)]
 
     def done(name: str, seed: int, loss: float) -> None:
         known.setdefault(name, {})[seed] = loss
         if directory is not None:
             losses = {n: {str(s): v if math.isfinite(v) else None for s, v in own.items()} for n, own in known.items()}
-            directory.save_json(CONFIRMED, about | {"losses": losses})
+            took = {"seconds": before + time.perf_counter() - began}
+            directory.save_json(CONFIRMED, about | {"losses": losses} | took)
 
     with stop_signals(directory is not None) as asked:
 
@@ -358,8 +366,12 @@ def _confirmed(
                     f"stopped while confirming what to keep; all is saved in {place}", "the same call goes on"
                 )
 
-        left = 2 * count - sum(map(len, known.values()))
-        if left > 0 and note is not None:
+        left = [seed for name in values for seed in seeds if seed not in known.get(name, {})]
+        if left and directory is not None:
+            with environment(precision):
+                given = tuning.task, tuning.rule, tuning.given, steps, left[0], tuning.values, tuning.traces
+                _check_model(directory, make_problem(*given))
+        if left and note is not None:
             note(f"confirming: {count} plain trainings of {steps} steps with the last values, and with the best ones")
         found = confirming.confirm(
             tuning.task,
@@ -367,7 +379,7 @@ def _confirmed(
             tuning.given,
             values,
             steps=steps,
-            seeds=[run_seed(tuning.seed, FRESH, i) for i in range(count)],
+            seeds=seeds,
             precision=precision,
             traces=tuning.traces,
             known=known,
@@ -376,7 +388,7 @@ def _confirmed(
         )
     if note is not None:
         note(f"kept the {found.chosen} values: {found}")
-    return found
+    return replace(found, seconds=before + (time.perf_counter() - began) * bool(left))
 
 
 def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None, confirmed: Confirmed | None) -> Tuned:
