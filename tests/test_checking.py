@@ -55,6 +55,19 @@ def test_what_is_lost_in_rounding_is_no_disagreement():
     assert rows[-1]["verdict"] == "ok; too small to tell from rounding: eps"
 
 
+def test_rounding_that_training_amplifies_is_no_disagreement(tmp_path, monkeypatch):
+    """The gradient of a bias before BatchNorm is rounding and nothing else, and Adam divides it by its eps."""
+    (tmp_path / "own_norm.py").write_text(
+        OWN_TASK.replace("torch.nn.Linear(3, 4), ", "torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), ")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    hypers = {"lr": {"start": 1e-3, "windows": 2}, "weight_decay": {"start": 0.01}}
+    rows, passed = checking.check_engines(
+        Recipe(task="own_norm:sequence", rule={"name": "adamw"}, hypers=hypers, steps=8), 8
+    )
+    assert passed, rows
+
+
 @pytest.mark.filterwarnings("ignore::longhorizon.MissingDerivative")  # which says so, too
 def test_an_error_is_found_by_central_differences_alone(monkeypatch):
     """All engines share the rule, so that a derivative that it hides is one for central differences to find."""

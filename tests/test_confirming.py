@@ -174,6 +174,18 @@ def test_a_bad_number_is_refused_before_any_work(tmp_path, confirm):
     assert not (tmp_path / "r").exists()
 
 
+def test_schedules_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="the schedule 'b' has no 'momentum', which is in `hypers`"):
+        lh.confirm(make_task(), lh.sgd(), NEAR | {"momentum": lh.Hyper(0.5)}, {"b": {"lr": 0.1}}, steps=STEPS)
+    with pytest.raises(TypeError, match="expected a dictionary from a name to a schedule"):
+        lh.confirm(make_task(), lh.sgd(), NEAR, [{"lr": 0.1}], steps=STEPS)  # type: ignore[arg-type]
+
+
+def test_a_folder_will_do_for_a_schedule(tmp_path):
+    run = tune(hypers=NEAR, outer_steps=1, dir=tmp_path / "r")
+    assert lh.Schedule.load(tmp_path / "r") == run.schedule
+
+
 def test_nothing_to_choose_from_is_refused():
     for schedules, seeds in (({}, 3), ({"a": {"lr": 0.1}}, 0)):
         with pytest.raises(ValueError, match="expected at least one of each"):

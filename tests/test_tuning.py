@@ -460,6 +460,30 @@ def test_a_validation_loss_that_could_be_tuned_by_itself_is_warned_of(val_loss, 
     tune(task=task, hypers=fixed, outer_steps=1)  # warnings are errors here
 
 
+@pytest.mark.parametrize(
+    ("rule", "warned"), [(lh.adamw(), True), (lh.adamw(weight_decay=0.0), False), (lh.sgd(), False)]
+)
+def test_weight_decay_that_is_left_on_others_is_warned_of(rule, warned):
+    """AdamW has one of its own, which "not on biases" would leave on biases."""
+    hypers = {"lr": lh.Hyper(0.01), "weight_decay": lh.Hyper(0.0, params="ndim>=2")}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tune(rule=rule, hypers=hypers, outer_steps=1)
+        tune(rule=lh.adamw(), hypers=hypers | {"weight_decay": lh.Hyper(0.0)}, outer_steps=1)
+    words = "hyperparameter 'weight_decay' is not for all parameters: 2 others, such as '0.bias', keep adamw's weight"
+    assert [str(w.message)[: len(words)] for w in said] == [words] * warned
+
+
+@pytest.mark.parametrize(("part", "hint"), [("val", "Task.val has to return a list of batches"), ("train", "")])
+def test_a_batch_that_fails_is_named(part, hint):
+    wrong = {"val": lambda seed: make_task().val(seed)[0], "train": lambda seed: [(torch.zeros(3, 99),) * 2] * 20}
+    with pytest.raises((ValueError, IndexError, RuntimeError)) as caught:
+        tune(task=make_task(**{part: wrong[part]}))
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"This was the first {part} batch, given to Task.loss")
+    assert hint in note
+
+
 @pytest.mark.parametrize(("start", "nothing"), [(0.1, False), (-0.1, True)])
 def test_a_run_says_whether_it_found_anything(tmp_path, start, nothing):
     """Uphill no run ends better than fresh weights."""

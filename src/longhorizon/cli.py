@@ -50,7 +50,7 @@ def main() -> None:
         sys.exit(141)
     except (ValueError, TypeError, KeyError, RuntimeError, ImportError, OSError) as error:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        _die(f"{text}{_place(error)}", 1)
+        _die(" ".join([f"{text}{_place(error)}", *getattr(error, "__notes__", ())]), 1)
 
 
 def _place(error: BaseException) -> str:

@@ -43,6 +43,8 @@ def windows(
         raise click.UsageError(f"--key {key!r} is not learnt.{nearest(key, list(hypers))}")
     if runs < 2:
         raise click.UsageError(f"--runs {runs}: expected at least 2, so that there is noise to measure.")
+    if png and not Path(png).absolute().parent.is_dir():
+        raise click.UsageError(f"--png {png}: there is no folder {Path(png).absolute().parent}.")
     with arriving() as progress:
         task, epoch = recipes.task_of(chosen, progress)
     if schedule:
@@ -75,11 +77,16 @@ def windows(
         assert found.per_step is not None
         rows.append(found.per_step[key].numpy())
     seen = analyse(np.stack(rows))
-    if png:
-        _draw(seen, key, png)
     if as_json:
         print(json.dumps(_content(seen)))
-        return
+    else:
+        _tell(seen, key, steps, runs)
+    if png:
+        _draw(seen, key, png)
+
+
+def _tell(seen: Windows, key: str, steps: int, runs: int) -> None:
+    """The table, and what it recommends."""
     print(_table(seen))
     low, high = seen.close
     within = f"from {count(high, steps)} to {count(low, steps)} windows are as good" if low < high else ""

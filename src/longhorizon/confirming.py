@@ -115,8 +115,13 @@ def confirm(
     """
     check_parts(task, rule)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not isinstance(schedules, Mapping):
+        raise TypeError(f"confirm(schedules={schedules!r}): expected a dictionary from a name to a schedule.")
     if not schedules or not chosen:
         raise ValueError(f"confirm(schedules={list(schedules)}, seeds={seeds!r}): expected at least one of each.")
+    for name, schedule in schedules.items():
+        if lacks := [key for key in hypers if key not in schedule.keys()]:  # noqa: SIM118 - a Schedule is no mapping
+            raise ValueError(f"confirm: the schedule {name!r} has no {lacks[0]!r}, which is in `hypers`.")
     values = {
         name: {key: torch.as_tensor(schedule[key], dtype=torch.float64).reshape(-1) for key in hypers}
         for name, schedule in schedules.items()

@@ -104,8 +104,9 @@ def window_lengths(steps: int, windows: int) -> Tensor:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """A hint for a misspelt name: ' Did you mean …?', or the known ones."""
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(sorted(known))}."
+    plain = {one.lower(): one for one in known}
+    close = get_close_matches(name.lower(), plain, n=1, cutoff=0.5)
+    return f" Did you mean {plain[close[0]]!r}?" if close else f" Known: {', '.join(sorted(known))}."
 
 
 def check_hypers(hypers: Mapping[str, Hyper], steps: int) -> None:

@@ -235,6 +235,21 @@ def make_groups(rule: Rule, hypers: Mapping[str, Hyper], params: Params, learnt_
     )
 
 
+def left_at_default(rule: Rule, hypers: Mapping[str, Hyper], arg: str, params: Params) -> str:
+    """A word about parameters that no entry of an argument is for, where the rule's own value is not zero."""
+    own = {key: hyper.params for key, hyper in hypers.items() if argument(key) == arg}
+    if not own or None in own.values() or not rule.defaults.get(arg):
+        return ""
+    taken = {name for key, chosen in own.items() if chosen is not None for name in select(key, chosen, params)}
+    left = [name for name in params if name not in taken]
+    if not left:
+        return ""
+    return (
+        f"hyperparameter {next(iter(own))!r} is not for all parameters: {len(left)} others, such as {left[0]!r}, keep "
+        f"{rule.name}'s {arg}={rule.defaults[arg]:g}. If they are to have none, give {rule.name}({arg}=0.0)."
+    )
+
+
 def fitted(rule: Rule, hypers: Mapping[str, Hyper]) -> dict[str, Hyper]:
     """The entries within the bounds of the rule's arguments, and with their outer steps where they have none."""
     made = {}

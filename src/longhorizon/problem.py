@@ -328,8 +328,13 @@ def _check_losses(problem: Problem) -> None:
         name = "loss" if loss is problem.task.loss else "val_loss"
         problem.seed_step(0)
         generators, versions, recorder = seeds.torch_state(), _versions(batch), Recorder(problem.hypers_at(0))
-        with torch.set_grad_enabled(part == "train"):
-            value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
+        try:
+            with torch.set_grad_enabled(part == "train"):
+                value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
+        except Exception as error:
+            say = "; Task.val has to return a list of batches, not one of them" if part == "val" else ""
+            error.add_note(f"This was the first {part} batch, given to Task.{name}{say}.")
+            raise
         _check_unchanged(name, part, batch, versions)
         read[part] = recorder.read
         if part == "train":

@@ -168,7 +168,8 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Schedule":
-        """Read a schedule file."""
+        """Read a schedule file, or that of a run's folder."""
+        path = Path(path) / "schedule.json" if Path(path).is_dir() else path
         try:
             content = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:

@@ -52,7 +52,8 @@ class Task:
             )
         for name in ("val_loss", "metrics", "full", "test"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"Task({name}={getattr(self, name)!r}): expected a function or None.")
+                form = ' `(model, batch) -> {"accuracy": …}`' if name == "metrics" else ""
+                raise TypeError(f"Task({name}={getattr(self, name)!r}): expected a function{form} or None.")
         if self.val_mode not in ("eval", "train"):
             raise ValueError(f"Task(val_mode={self.val_mode!r}): expected 'eval' or 'train'.")
 

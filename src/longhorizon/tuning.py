@@ -20,7 +20,7 @@ from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.engines.factorial import reach, within_shifts
 from longhorizon.hypers import Hyper, check_hypers
-from longhorizon.inner import check_names, fitted
+from longhorizon.inner import check_names, fitted, left_at_default
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
 from longhorizon.problem import NotDifferentiable, Problem, check_parts, environment, make_problem, refuse_unfit
@@ -172,6 +172,8 @@ class Tuning:
         """Make the first run's, and refuse what nothing can come of."""
         problem = self.made()
         refuse_unfit(problem)
+        if left := left_at_default(self.rule, self.hypers, "weight_decay", problem.start.params):
+            warnings.warn(left, stacklevel=3)
         own = sorted(problem.read_in_validation & {*problem.learnt}) if self.task.val_loss is None else []
         if own:
             warnings.warn(
