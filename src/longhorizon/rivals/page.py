@@ -141,7 +141,7 @@ def words(row: Row) -> list[str]:
 def head(rows: Sequence[Row]) -> list[str]:
     """What the columns are."""
     name = rows[0].score_name if rows else "score"
-    return ["method", name, "regret", "time to zero regret", "time", "inner steps", "trials", "failed"]
+    return ["method", name, "regret", "regret ≈ 0 after", "time", "inner steps", "trials", "failed"]
 
 
 def _methods(rows: Sequence[Row]) -> str:
