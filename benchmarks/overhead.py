@@ -54,6 +54,7 @@ def main() -> None:
             outer_steps=4 if args.quick else recipe.outer_steps,
             engine=recipes.engine_of(recipe),
             dir=Path(directory) / "run",
+            confirm=0,
             on_step=outer,
             progress=inner,
         )

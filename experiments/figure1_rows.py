@@ -107,7 +107,7 @@ def _unfinished(found: dict[str, Any], cards: list[dict[str, Any]]) -> str:
     said, all_steps = [], found["settings"]["outer_steps"]
     for card in cards if cards[0]["method"] == "fds" else []:
         taken = [s for s in found["outer_steps"] if (s["method"], s["seed"]) == (card["label"], card["seed"])]
-        if len(taken) <= all_steps:  # the last one is the training
+        if len(taken) < all_steps + bool(card["horizons"]):  # after shorter runs, the last one is the training
             said.append(f"; seed {card['seed']} is at {len(taken)} of {all_steps} outer steps so far")
     for one in found.get("waiting", []):
         if one["method"] == cards[0]["label"]:

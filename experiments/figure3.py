@@ -155,6 +155,7 @@ def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, f
                 seed=settings["seed"],
                 traces=traces,
                 dir=folder,
+                confirm=0,  # last means last here
                 on_step=lambda step: say(f"{name}, {method}, {told(step, settings['outer_steps'])}"),
             )
             return summary(tuned)

@@ -98,6 +98,7 @@ def main() -> None:
             seed=args.seed,
             precision=args.precision,
             dir=folder,
+            confirm=0,  # both are tested
             on_step=lambda step: say(told(step, settings["outer_steps"])),
             progress=ticks(steps),
         )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import longhorizon as lh
-from longhorizon import checking
+from longhorizon import checking, rules
 from longhorizon.recipe import Recipe
 
 OWN_TASK = """
@@ -49,12 +49,13 @@ def test_what_is_lost_in_rounding_is_no_disagreement():
     for seed in (0, 2):
         rows, passed = checking.check_engines(Recipe(rule={"name": "adamw"}, hypers=SMALL, seed=seed), 10)
         assert passed, rows
-    tiny = SMALL | {"eps": {"start": 1e-11, "scale": "log"}}
+    tiny = SMALL | {"eps": {"start": 1e-14, "scale": "log"}}
     rows, passed = checking.check_engines(Recipe(rule={"name": "adamw"}, hypers=tiny), 10)
     assert passed, rows
     assert rows[-1]["verdict"] == "ok; too small to tell from rounding: eps"
 
 
+@pytest.mark.filterwarnings("ignore::longhorizon.MissingDerivative")
 def test_rounding_that_training_amplifies_is_no_disagreement(tmp_path, monkeypatch):
     """The gradient of a bias before BatchNorm is rounding and nothing else, and Adam divides it by its eps."""
     (tmp_path / "own_norm.py").write_text(
@@ -62,10 +63,21 @@ def test_rounding_that_training_amplifies_is_no_disagreement(tmp_path, monkeypat
     )
     monkeypatch.syspath_prepend(tmp_path)
     hypers = {"lr": {"start": 1e-3, "windows": 2}, "weight_decay": {"start": 0.01}}
-    rows, passed = checking.check_engines(
-        Recipe(task="own_norm:sequence", rule={"name": "adamw"}, hypers=hypers, steps=8), 8
-    )
+    recipe = Recipe(task="own_norm:sequence", rule={"name": "adamw"}, hypers=hypers, steps=8)
+    rows, passed = checking.check_engines(recipe, 8)
     assert passed, rows
+    assert rows[-1]["verdict"] == "ok"
+    whole = rules._adam_update(decoupled=True)
+    for key, hidden, verdict in (("lr", 0.01, "rounding: lr"), ("lr", 0.5, "over"), ("weight_decay", 1.0, "over")):
+
+        def update(params, grads, state, h, key=key, hidden=hidden):
+            fixed = h[key].detach() if isinstance(h[key], torch.Tensor) else h[key]
+            return whole(params, grads, state, {**h, key: hidden * fixed + (1 - hidden) * h[key]})
+
+        monkeypatch.setattr(rules, "_adam_update", lambda decoupled, update=update: update)
+        rows, passed = checking.check_engines(recipe, 8)
+        assert verdict in rows[-1]["verdict"], (key, hidden, rows)  # a small part of it drowns, and that is said
+        assert passed is (verdict != "over")
 
 
 @pytest.mark.filterwarnings("ignore::longhorizon.MissingDerivative")  # which says so, too

@@ -301,7 +301,7 @@ def test_tuning_and_tests_of_what_was_learnt_share_one_step(monkeypatch):
     for windows in (1, 8):
         hypers = {"lr": lh.Hyper(0.1, windows=windows)}
         for engine in (lh.Greedy(compile=True), lh.Adjoint(compile=True)):
-            tuned = lh.tune(task, RULE, hypers, steps=8, outer_steps=3, engine=engine, traces=shared)
+            tuned = lh.tune(task, RULE, hypers, steps=8, outer_steps=3, engine=engine, traces=shared, confirm=0)
             for seed in range(3):
                 lh.retrain(task, RULE, hypers, tuned.schedule, steps=8, seeds=[seed], traces=shared)
     assert len(shared) == 3  # the step, the step back, and greedy's validation

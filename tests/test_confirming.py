@@ -74,6 +74,9 @@ def test_a_last_step_that_went_wrong_is_not_kept(tmp_path):
     assert f"Kept are the best ones ({run.confirmed})." in page
     assert "<b>0.1</b>" in page
     assert "the ring is kept: the start" in page
+    again = tune(hypers=FAR, outer_steps=1, dir=tmp_path / "r", confirm=0)
+    assert again.schedule == again.last == lh.Schedule.load(tmp_path / "r")
+    assert "schedule.json has the last ones." in write_report(tmp_path / "r").read_text()
     trusting = tune(hypers=FAR, outer_steps=1, confirm=0)
     assert trusting.schedule == trusting.last == run.last
     assert trusting.confirmed is None
@@ -84,6 +87,16 @@ def test_values_that_are_the_same_are_not_trained():
     flat = tune(task=task, hypers=NEAR, outer_steps=1)
     assert flat.last == flat.best == flat.schedule
     assert flat.confirmed is None
+
+
+def test_where_neither_trains_the_best_are_kept(monkeypatch):
+    """They did so once."""
+    said = []
+    lost = lh.Confirmed([1], {"last": [math.inf], "best": [math.inf]})
+    monkeypatch.setattr("longhorizon.confirming.confirm", lambda *_, **__: lost)
+    run = tune(hypers=NEAR, outer_steps=2, note=said.append)
+    assert run.schedule == run.best != run.last
+    assert said[-1].startswith("neither trains with other seeds")
 
 
 def test_no_seed_is_one_of_tuning():

@@ -414,6 +414,7 @@ def test_smoke_of_figure1_on_mnist(tmp_path, inside):
     fds, grid = figure1_rows.rows_of_mnist(result)
     assert fds.command == "python experiments/figure1.py --data mnist --methods fds --engine bounded"
     assert fds.runs == 3
+    assert fds.unfinished == ""
     assert grid.runs == 135
     assert "best of Appendix F's grid" in tables.front_mnist(results)
     assert tables.table(results).count("| Figure 1, MNIST |") == 2

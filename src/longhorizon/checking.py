@@ -18,8 +18,9 @@ from longhorizon.task import Task
 
 BETWEEN_ENGINES = 1e-8  # relative, float64
 AGAINST_DIFFERENCES = 1e-5
-SHIFTS = 1e-4, 1e-5, 1e-6  # the later ones for values whose first shift steps over the kink of a ReLU
-NEARLY = 1.001  # of a shift
+SHIFTS = 1e-4, 1e-5, 1e-6, 1e-3, 3e-3  # smaller ones step over fewer kinks of a ReLU, larger ones drown less
+NEARLY = 1.001, 0.999  # of a shift
+SHARP, ROUGH = 1e-2, 0.3
 ROUNDING = 30 * torch.finfo(torch.float64).eps  # of a loss after training, relative: what no difference can tell
 
 
@@ -76,36 +77,41 @@ def _against_differences(
     run: Any, hypers: dict[str, Hyper], reference: Hypergradient
 ) -> tuple[float, list[str], list[str]]:
     """The largest error against central differences, each value at the shift that suits it; keys of which it is too
-    large; and those that are lost in rounding.
+    large; and those that drown in rounding, of which nothing can be told.
 
-    A large shift may step over a kink, a small one drowns in the rounding of the loss. What rounding alone explains is
-    no error: all of it, for a value as small as Adam's eps. Training may round far worse than its loss: Adam divides a
-    gradient that is nothing but rounding (of a bias before BatchNorm) by its eps. So where a difference is off, it is
-    taken again over nearly the same shift, which changes what is rounding and nothing else.
+    A large shift may step over a kink, a small one drowns in the rounding of the loss. Training may round far worse
+    than its loss: Adam divides a gradient that is nothing but rounding (of a bias before BatchNorm) by its eps. So
+    where a difference is off, it is taken again over nearly the same shift, which changes what is rounding and nothing
+    else. A value is right only by a difference that is sharp to a hundredth, and wrong only if none that is sharp to a
+    third agrees with it; of the others nothing can be told.
     """
-    beyond: dict[str, Tensor] = {}  # rounding
-    shown: dict[str, Tensor] = {}
-    lost: list[str] = []
+
+    def none() -> dict[str, Tensor]:
+        return {key: torch.zeros_like(g, dtype=torch.bool) for key, g in reference.grad.items()}
+
+    right, maybe, told = none(), none(), none()  # told: there was a shift at which something could be told
+    shown = {key: torch.full_like(g, torch.inf) for key, g in reference.grad.items()}
     for shift in SHIFTS:
-        found, again = run(FiniteDifference(shift)), None
-        for key, off in _differences(found, reference).items():
+        found = run(FiniteDifference(shift))
+        again: list[Hypergradient] = []
+        for key, exact in reference.grad.items():
+            size = torch.maximum(_size(exact), _size(found.grad[key].nan_to_num(0.0)))
+            off = (found.grad[key] - exact).abs().nan_to_num(torch.inf) / size
             distance = shift * hypers[key].values().abs()  # none is zero: they were moved
-            blur = ROUNDING * abs(reference.val_loss) / distance / _size(reference.grad[key])
-            if bool((off > blur + AGAINST_DIFFERENCES).any()):
-                again = again or run(FiniteDifference(NEARLY * shift))
-                measured = (found.grad[key] - again.grad[key]).abs().max() / _size(reference.grad[key])
-                blur = torch.maximum(blur, 10 * measured.nan_to_num(0.0))
-            if shift == SHIFTS[0] and bool((blur > 1e-2).any()):
-                lost.append(key)
-            excess = (off - blur).clamp_min(0)
-            better = excess < beyond.get(key, torch.full_like(off, torch.inf))
-            beyond[key] = torch.where(better, excess, beyond.get(key, excess))
-            shown[key] = torch.where(better, off, shown.get(key, off))
-        over = [key for key, excess in beyond.items() if float(excess.max()) > AGAINST_DIFFERENCES]
-        if not over:
+            blur = ROUNDING * abs(reference.val_loss) / distance / size + 10 * shift**2  # and how the loss bends
+            if bool((~right[key] & (off > blur + AGAINST_DIFFERENCES)).any()):
+                again = again or [run(FiniteDifference(nearly * shift)) for nearly in NEARLY]
+                noise = torch.stack([(found.grad[key] - other.grad[key]).abs() for other in again]).max() / size
+                blur = torch.maximum(blur, 10 * noise.nan_to_num(torch.inf))
+            agrees = off <= blur + AGAINST_DIFFERENCES
+            shown[key] = torch.where(~right[key], torch.minimum(off, shown[key]), shown[key])
+            right[key], maybe[key] = right[key] | (agrees & (blur <= SHARP)), maybe[key] | (agrees & (blur <= ROUGH))
+            told[key] = told[key] | (blur <= ROUGH)
+        if all(bool(each.all()) for each in right.values()):
             break
-    told = shown if over else {key: off for key, off in shown.items() if key not in lost}
-    return _largest(told), over, [key for key in lost if key not in over]
+    over = [key for key in shown if bool((told[key] & ~maybe[key]).any())]
+    lost = [key for key in shown if key not in over and not bool(right[key].all())]
+    return _largest({key: off for key, off in shown.items() if key not in lost}), over, lost
 
 
 @contextmanager

@@ -198,7 +198,7 @@ def _works(problem: Problem, batch: Any) -> bool:
             found = tree.map(lambda x: x[1] if isinstance(x, Tensor) else x, batched(problem)(*pairs))
     except Exception:  # vmap may refuse anything that a user's model can invent
         return False
-    return compile.difference(tree.detach(expected), found) is None
+    return compile.difference(tree.detach(expected), tree.detach(found)) is None
 
 
 def _share(runs: int, most: int, device: str, wide: bool = False) -> int:

@@ -41,11 +41,11 @@ def write_report(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None
     directory = RunDirectory(dir)
     about, records = directory.describe(), directory.journal()
     result, stale = _current(directory.result(), records)
-    confirmed = _confirmed(directory.result(CONFIRMED), records)
+    chosen = _kept(directory.result("schedule.json"), records)
+    confirmed = _confirmed(directory.result(CONFIRMED), records, chosen)
     best = best_of(records)
-    kept = best.index if best is not None and confirmed is not None and confirmed.chosen == "best" else None
-    shown = figures(about["settings"], records, result, kept)
-    text = _page(directory.path.resolve().name, about, records, result, confirmed, stale, shown)
+    shown = figures(about["settings"], records, result, best.index if best is not None and chosen == "best" else None)
+    text = _page(directory.path.resolve().name, about, records, result, (chosen, confirmed), stale, shown)
     page = write(text, shown, directory.path if out is None else Path(out))
     if stale:
         (page.with_suffix("") / "test.png").unlink(missing_ok=True)  # of an earlier report
@@ -86,16 +86,33 @@ def _current(result: dict[str, Any], records: Sequence[OuterStep]) -> tuple[dict
     )
 
 
-def _confirmed(content: Mapping[str, Any], records: Sequence[OuterStep]) -> Confirmed | None:
-    """What confirmed.json says of the last values and the best ones, if it is complete and about these."""
+def _kept(content: Mapping[str, Any], records: Sequence[OuterStep]) -> str:
+    """Which values schedule.json has, the last or the best."""
+    best = best_of(records)
+    entries = content.get("hypers")
+    if best is None or not isinstance(entries, Mapping):
+        return "last"
+
+    def has(values: Mapping[str, Any]) -> bool:
+        own = {key: entry.get("values") if isinstance(entry, Mapping) else None for key, entry in entries.items()}
+        return all(own.get(key) == v.tolist() for key, v in values.items())
+
+    return "best" if has(best.values) and not has(records[-1].next) else "last"
+
+
+def _confirmed(content: Mapping[str, Any], records: Sequence[OuterStep], kept: str) -> Confirmed | None:
+    """What confirmed.json says of the last values and the best ones, if that is why these were kept."""
     values, losses = content.get("values"), kept_in(content)
-    seeds = losses.get("last", {}).keys()
-    if not (records and seeds and isinstance(values, Mapping) and seeds == losses.get("best", {}).keys()):
+    seeds = content.get("seeds")  # there only when all is decided
+    if not (records and isinstance(seeds, list) and isinstance(values, Mapping)):
+        return None
+    if any(seed not in losses.get(name, {}) for name in ("last", "best") for seed in seeds):
         return None
     last = values.get("last")
     if not isinstance(last, Mapping) or any(last.get(key) != v.tolist() for key, v in records[-1].next.items()):
         return None
-    return Confirmed([*seeds], {name: [own[seed] for seed in seeds] for name, own in losses.items()})
+    found = Confirmed(seeds, {name: [own[seed] for seed in seeds] for name, own in losses.items()})
+    return found if found.chosen == kept else None
 
 
 def _page(
@@ -103,7 +120,7 @@ def _page(
     about: Mapping[str, Any],
     records: Sequence[OuterStep],
     result: Mapping[str, Any],
-    confirmed: Confirmed | None,
+    kept: tuple[str, Confirmed | None],
     stale: str,
     shown: list[Figure],
 ) -> str:
@@ -116,7 +133,7 @@ def _page(
         by_name.get("schedules", ""),
         by_name.get("validation", ""),
         by_name.get("test", ""),
-        _schedule_table(settings, records, confirmed),
+        _schedule_table(settings, records, *kept),
         by_name.get("hypergradients", ""),
         by_name.get("gamma", ""),
         by_name.get("time", ""),
@@ -217,9 +234,11 @@ def _test_table(result: Mapping[str, Any]) -> str:
     return table(["trained with", *(_e(f"test {name}") for name in names)], rows, numeric=range(1, len(names) + 1))
 
 
-def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep], confirmed: Confirmed | None) -> str:
+def _schedule_table(
+    settings: Mapping[str, Any], records: Sequence[OuterStep], kept: str, confirmed: Confirmed | None
+) -> str:
     hypers = settings.get("hypers", {})
-    best, kept = best_of(records), confirmed.chosen if confirmed else "last"
+    best = best_of(records)
     rows = []
     for key, hyper in hypers.items():
         start = [number(v) for v in hyper.get("start", [])]
@@ -231,7 +250,7 @@ def _schedule_table(settings: Mapping[str, Any], records: Sequence[OuterStep], c
             shown = {"best": short(good[window]), "last": short(value)}
             shown[kept] = f"<b>{shown[kept]}</b>"
             rows.append([_e(key) + kind, part, short(start[window]), *shown.values()])
-    why = f"Kept are the {kept} ones ({confirmed}). " if confirmed else "schedule.json has the last ones. "
+    why = f"Kept are the {kept} ones ({confirmed}). " if confirmed else f"schedule.json has the {kept} ones. "
     head = ["name", "part of training", "start", "best run", "last"]
     return section(
         "Values in numbers",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,7 +144,7 @@ def tune(
         RunError: if `dir` cannot be used, in one sentence.
     """
     _check_hooks(checkpoint_seconds, on_step=on_step, progress=progress, note=note)
-    if isinstance(confirm, bool) or not isinstance(confirm, int) or confirm < 0:
+    if isinstance(confirm, bool) or not isinstance(confirm, Integral) or confirm < 0:
         raise ValueError(f"confirm={confirm!r}: expected a number of training runs, 0 for none.")
     given = {
         "steps": steps,
@@ -350,23 +350,29 @@ def _confirmed(
     known, before = (kept_in(there), seconds_in(there)) if same else ({}, 0.0)
     began, seeds = time.perf_counter(), [run_seed(tuning.seed, FRESH, i) for i in range(count)]
 
-    def done(name: str, seed: int, loss: float) -> None:
-        known.setdefault(name, {})[seed] = loss
+    def save(decided: dict[str, Any]) -> None:
         if directory is not None:
             losses = {n: {str(s): v if math.isfinite(v) else None for s, v in own.items()} for n, own in known.items()}
-            took = {"seconds": before + time.perf_counter() - began}
-            directory.save_json(CONFIRMED, about | {"losses": losses} | took)
+            directory.save_json(CONFIRMED, about | {"losses": losses, "seconds": before + spent()} | decided)
 
+    def spent() -> float:
+        return (time.perf_counter() - began) * bool(left)
+
+    def done(name: str, seed: int, loss: float) -> None:
+        known.setdefault(name, {})[seed] = loss
+        save({})
+
+    left = [seed for name in values for seed in seeds if seed not in known.get(name, {})]
     with stop_signals(directory is not None) as asked:
 
         def stop_if_asked(*_: int) -> None:
             if asked:
                 place = directory.path if directory else ""
                 raise Interrupted(
-                    f"stopped while confirming what to keep; all is saved in {place}", "the same call goes on"
+                    f"stopped while confirming what to keep; outer steps and finished trainings are saved in {place}",
+                    "the same call goes on",
                 )
 
-        left = [seed for name in values for seed in seeds if seed not in known.get(name, {})]
         if left and directory is not None:
             with environment(precision):
                 given = tuning.task, tuning.rule, tuning.given, steps, left[0], tuning.values, tuning.traces
@@ -387,14 +393,21 @@ def _confirmed(
             on_run=done,
         )
     if note is not None:
-        note(f"kept the {found.chosen} values: {found}")
-    return replace(found, seconds=before + (time.perf_counter() - began) * bool(left))
+        bad = not math.isfinite(min(map(min, found.losses.values())))
+        note(
+            f"neither trains with other seeds ({found}): the best are kept"
+            if bad
+            else f"kept the {found.chosen} values: {found}"
+        )
+    save({"seeds": seeds})
+    return replace(found, seconds=before + spent())
 
 
 def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None, confirmed: Confirmed | None) -> Tuned:
     last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
     best = last if tuning.best is None else Schedule.of(tuning.hypers, tuning.best[2], tuning.rule)
-    kept = best if confirmed is not None and confirmed.chosen == "best" else last
+    trains = confirmed is not None and confirmed.chosen == "last" and math.isfinite(min(confirmed.losses["last"]))
+    kept = last if trains or confirmed is None else best  # where all diverged, what trained once
     return Tuned(kept, last, best, history, tuning.converged, dir, tuning.untrained, confirmed)
 
 
