@@ -93,7 +93,7 @@ def test_where_neither_trains_the_best_are_kept(monkeypatch):
     """They did so once."""
     said = []
     lost = lh.Confirmed([1], {"last": [math.inf], "best": [math.inf]})
-    monkeypatch.setattr("longhorizon.confirming.confirm", lambda *_, **__: lost)
+    monkeypatch.setattr("longhorizon.deciding.confirm", lambda *_, **__: lost)
     run = tune(hypers=NEAR, outer_steps=2, note=said.append)
     assert run.schedule == run.best != run.last
     assert said[-1].startswith("neither trains with other seeds")

@@ -21,9 +21,10 @@ from longhorizon.result import Hypergradient, Status
 from longhorizon.retraining import Retrained, retrain
 from longhorizon.rivals import Comparison, compare
 from longhorizon.rules import Rule, adam, adamw, clipped, sgd
-from longhorizon.run import Interrupted, Tuned, tune
+from longhorizon.run import Tuned, tune
 from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
+from longhorizon.stopping import Interrupted
 from longhorizon.task import Task
 from longhorizon.traces import Traces
 from longhorizon.tuning import Tuning, steps

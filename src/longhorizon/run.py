@@ -3,47 +3,31 @@
 import math
 import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
-from longhorizon import confirming
 from longhorizon.accuracy import rounding_error
-from longhorizon.confirming import Confirmed, kept_in, seconds_in
+from longhorizon.confirming import Confirmed
 from longhorizon.cuda import Precision
+from longhorizon.deciding import check_model, decide
 from longhorizon.engines import Engine, Hybrid
 from longhorizon.hypers import Hyper
 from longhorizon.outer import TorchOuter
 from longhorizon.outer_step import OuterStep, best_of, went_well
-from longhorizon.problem import Problem, environment, make_problem
+from longhorizon.problem import environment
 from longhorizon.rules import Rule
-from longhorizon.rundir import CONFIRMED, RunDirectory, RunError, fingerprint
+from longhorizon.rundir import RunDirectory, RunError
 from longhorizon.schedule import Schedule
+from longhorizon.stopping import Interrupted, stop_signals
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.tuning import Gates, Tuning, run_seed
+from longhorizon.tuning import Gates, Tuning
 
 MEASURED = "hessian_product_error"  # in the record of the environment
-FRESH = 10**6  # more than the outer steps of any run: seeds that none of them has
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop; everything is saved.
-
-    Args:
-        where: it stopped, and what is saved.
-        how: to go on.
-    """
-
-    def __init__(self, where: str, how: str = ""):
-        super().__init__(f"{where}; {how}" if how else where)
-        self.where = where
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,7 @@ def tune(
         with environment(precision):
             tuning.prepare()
             _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
-        return _tuned(tuning, history, None, _confirmed(tuning, None, confirm, precision, note))
+        return _tuned(tuning, history, None, decide(tuning, None, confirm, precision, note))
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written
     if not RunDirectory(dir).begun:
         with environment(precision):
@@ -180,9 +164,9 @@ def tune(
         history = [record for record in history if record.index < tuning.index]
         with environment(precision):
             if not tuning.done:
-                _check_model(directory, tuning.made())
+                check_model(directory, tuning.made())
             _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
-        found = _confirmed(tuning, directory, confirm, precision, note)
+        found = decide(tuning, directory, confirm, precision, note)
         tuned = _tuned(tuning, history, directory.path, found)
         _save_schedules(directory, tuning, tuned.schedule)
         return tuned
@@ -251,30 +235,6 @@ def _drive(
                 raise Interrupted(f"stopped {where}; all is saved in {place}", "the same call goes on")
 
 
-@contextmanager
-def stop_signals(enabled: bool) -> Iterator[list[int]]:
-    """A list that gets an entry when Ctrl-C or SIGTERM arrives; a second one stops at once."""
-    asked: list[int] = []
-    if not enabled or threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.getsignal(kind) for kind in kinds}
-
-    def ask(kind: int, _: object) -> None:
-        asked.append(kind)
-        for k in kinds:
-            signal.signal(k, before[k])
-
-    for kind in kinds:
-        signal.signal(kind, ask)
-    try:
-        yield asked
-    finally:
-        for kind in kinds:
-            signal.signal(kind, before[kind])
-
-
 def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> dict[str, Any] | None:
     """Where to go on: at the checkpoint, or without one at the last line of the journal."""
     saved = directory.load()
@@ -306,101 +266,11 @@ def from_journal(first: Tuning, history: list[OuterStep]) -> dict[str, Any]:
     }
 
 
-def _check_model(directory: RunDirectory, problem: Problem) -> None:
-    """Write down what the model is, or refuse another one than the run was begun with."""
-    shapes = {name: list(p.shape) for name, p in problem.start.params.items()}
-    own = {"parameters": problem.n_params, "shapes": fingerprint(shapes)}
-    known = (directory.describe().get("environment") or {}).get("model")
-    if known is None:
-        directory.measured("model", own)
-    elif known != own:
-        what = f"{own['parameters']:,} parameters, and that of the run had {known['parameters']:,}"
-        if known["parameters"] == own["parameters"]:
-            what = "as many parameters as that of the run, of other names or shapes"
-        raise RunError(
-            f"{directory.path} holds a run of another model: this one has {what}. "
-            "Choose another directory, or the model it was begun with."
-        )
-
-
 def _save_schedules(directory: RunDirectory, tuning: Tuning, confirmed: Schedule | None = None) -> None:
     last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
     directory.save_schedule("schedule.json", confirmed or last)
     if tuning.best is not None:
         directory.save_schedule("best.json", Schedule.of(tuning.hypers, tuning.best[2], tuning.rule))
-
-
-def _confirmed(
-    tuning: Tuning,
-    directory: RunDirectory | None,
-    count: int,
-    precision: Precision,
-    note: Callable[[str], None] | None,
-) -> Confirmed | None:
-    """Whether to keep the last values or the best; each training run that is done is on disk."""
-    if not count or tuning.best is None:
-        return None
-    steps, values = tuning.best[1], {"last": tuning.values, "best": tuning.best[2]}
-    plain = {name: {key: v.tolist() for key, v in own.items()} for name, own in values.items()}
-    if plain["last"] == plain["best"]:
-        return None
-    about = {"steps": steps, "values": plain}
-    there = directory.result(CONFIRMED) if directory is not None else {}
-    same = {key: there.get(key) for key in about} == about
-    known, before = (kept_in(there), seconds_in(there)) if same else ({}, 0.0)
-    began, seeds = time.perf_counter(), [run_seed(tuning.seed, FRESH, i) for i in range(count)]
-
-    def save(decided: dict[str, Any]) -> None:
-        if directory is not None:
-            losses = {n: {str(s): v if math.isfinite(v) else None for s, v in own.items()} for n, own in known.items()}
-            directory.save_json(CONFIRMED, about | {"losses": losses, "seconds": before + spent()} | decided)
-
-    def spent() -> float:
-        return (time.perf_counter() - began) * bool(left)
-
-    def done(name: str, seed: int, loss: float) -> None:
-        known.setdefault(name, {})[seed] = loss
-        save({})
-
-    left = [seed for name in values for seed in seeds if seed not in known.get(name, {})]
-    with stop_signals(directory is not None) as asked:
-
-        def stop_if_asked(*_: int) -> None:
-            if asked:
-                place = directory.path if directory else ""
-                raise Interrupted(
-                    f"stopped while confirming what to keep; outer steps and finished trainings are saved in {place}",
-                    "the same call goes on",
-                )
-
-        if left and directory is not None:
-            with environment(precision):
-                given = tuning.task, tuning.rule, tuning.given, steps, left[0], tuning.values, tuning.traces
-                _check_model(directory, make_problem(*given))
-        if left and note is not None:
-            note(f"confirming: {count} plain trainings of {steps} steps with the last values, and with the best ones")
-        found = confirming.confirm(
-            tuning.task,
-            tuning.rule,
-            tuning.given,
-            values,
-            steps=steps,
-            seeds=seeds,
-            precision=precision,
-            traces=tuning.traces,
-            known=known,
-            progress=stop_if_asked,
-            on_run=done,
-        )
-    if note is not None:
-        bad = not math.isfinite(min(map(min, found.losses.values())))
-        note(
-            f"neither trains with other seeds ({found}): the best are kept"
-            if bad
-            else f"kept the {found.chosen} values: {found}"
-        )
-    save({"seeds": seeds})
-    return replace(found, seconds=before + spent())
 
 
 def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None, confirmed: Confirmed | None) -> Tuned:

@@ -25,9 +25,10 @@ from longhorizon.rivals.methods import Method
 from longhorizon.rivals.regret import Row, table
 from longhorizon.rivals.testing import Tested, Which, read_tests, try_all
 from longhorizon.rules import Rule
-from longhorizon.run import Interrupted, settings_of, stop_signals
+from longhorizon.run import settings_of
 from longhorizon.rundir import RunDirectory
 from longhorizon.seeds import checked
+from longhorizon.stopping import Interrupted, stop_signals
 from longhorizon.task import Task
 from longhorizon.traces import Traces
 from longhorizon.tuning import Gates, Tuning

@@ -161,7 +161,7 @@ def setup_of(dir: Path) -> tuple[Setup, dict[str, object]]:
 def work(dir: Path, name: str, seed: int, left: float, worker: int, parent: int, unfinished: list[int]) -> int:
     """The life of a worker; its exit code."""
     from longhorizon.rivals.registry import METHODS
-    from longhorizon.run import stop_signals
+    from longhorizon.stopping import stop_signals
 
     setup, plan = setup_of(dir)
     method = METHODS[name]
