@@ -45,7 +45,7 @@ def write_result(
         "engine": tuned.history[-1].engine if tuned.history else "",
     }
     if tuned.confirmed is not None:
-        result["confirmed"] = "best" if tuned.schedule == tuned.best else "last"
+        result["confirmed"] = tuned.confirmed.chosen
     known = directory.result()
     same = known.get("schedule") == plain(result["schedule"])
     if same and seconds is None:

@@ -26,7 +26,8 @@ def decide(
     """Whether to keep the last values or the best; each training run that is done is on disk."""
     if not count or tuning.best is None:
         return None
-    steps, values = tuning.best[1], {"last": tuning.values, "best": tuning.best[2]}
+    # The best first: where every run diverges, what trained once is kept.
+    steps, values = tuning.best[1], {"best": tuning.best[2], "last": tuning.values}
     plain = {name: {key: v.tolist() for key, v in own.items()} for name, own in values.items()}
     if plain["last"] == plain["best"]:
         return None
@@ -80,11 +81,7 @@ def decide(
         )
     if note is not None:
         bad = not math.isfinite(min(map(min, found.losses.values())))
-        note(
-            f"neither trains with other seeds ({found}): the best are kept"
-            if bad
-            else f"kept the {found.chosen} values: {found}"
-        )
+        note(f"kept the {found.chosen} values{', though neither trains with other seeds' if bad else ''}: {found}")
     save({"seeds": seeds})
     return replace(found, seconds=before + spent())
 

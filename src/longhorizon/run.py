@@ -276,8 +276,7 @@ def _save_schedules(directory: RunDirectory, tuning: Tuning, confirmed: Schedule
 def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None, confirmed: Confirmed | None) -> Tuned:
     last = Schedule.of(tuning.hypers, tuning.values, tuning.rule)
     best = last if tuning.best is None else Schedule.of(tuning.hypers, tuning.best[2], tuning.rule)
-    trains = confirmed is not None and confirmed.chosen == "last" and math.isfinite(min(confirmed.losses["last"]))
-    kept = last if trains or confirmed is None else best  # where all diverged, what trained once
+    kept = best if confirmed is not None and confirmed.chosen == "best" else last
     return Tuned(kept, last, best, history, tuning.converged, dir, tuning.untrained, confirmed)
 
 
