@@ -63,6 +63,7 @@ METHODS = ("greedy", "greedy_last", "together", "non_greedy", "fds")
 ALL = (*METHODS, "cosine")
 USUAL = [method for method in ALL if method != "greedy_last"]
 EVERY = 50  # steps between two saves of the greedy run
+TOGETHER = {"cuda": 4000, "cpu": 500}  # validation images at a time: on a CPU, what fits into its caches is twice as fast
 PEAKS = (0.01, 0.03, 0.1)
 
 
@@ -122,8 +123,9 @@ def main() -> None:
 def one_set(name: str, args: Any, settings: dict[str, Any], work: record.Work, found: dict[str, Any]) -> None:
     """The methods that are asked for on one data set, into what was found before."""
     images = record.images(name, args)
+    at_once = TOGETHER["cpu" if args.device == "cpu" else "cuda"]
     made = data.image_data(
-        images, settings["batch_size"], settings["val_fraction"], val_batch_size=4000, device=args.device
+        images, settings["batch_size"], settings["val_fraction"], val_batch_size=at_once, device=args.device
     )
     task, rule = made.task(settings["model"]), lh.sgd(momentum=settings["momentum"])
     steps, full = made.steps_per_epoch, len(made.train_set) // made.batch_size
