@@ -63,7 +63,7 @@ METHODS = ("greedy", "greedy_last", "together", "non_greedy", "fds")
 ALL = (*METHODS, "cosine")
 USUAL = [method for method in ALL if method != "greedy_last"]
 EVERY = 50  # steps between two saves of the greedy run
-TOGETHER = {"cuda": 4000, "cpu": 500}  # validation images at a time: on a CPU, what fits into its caches is twice as fast
+TOGETHER = {"cuda": 4000, "cpu": 500}  # validation images at a time: a CPU is faster with what fits into its caches
 PEAKS = (0.01, 0.03, 0.1)
 
 
