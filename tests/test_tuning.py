@@ -494,3 +494,11 @@ def test_a_run_says_whether_it_found_anything(tmp_path, start, nothing):
     assert (again.found_nothing, again.untrained) == (nothing, run.untrained)
     assert "tensor" not in repr(run)
     assert len(repr(run)) < 1000
+
+
+def test_a_stream_too_short_for_a_later_outer_step_is_refused_before_the_first():
+    seen = []
+    with pytest.raises(ValueError, match=r"ended after 30 batches, but the run has steps=40"):
+        tune(steps=[10, 40], on_step=seen.append)
+    assert not seen
+    assert len(tune(steps=[10, 40], outer_steps=1).history) == 1  # the longer one is never reached

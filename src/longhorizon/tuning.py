@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from longhorizon import seeds as seeding
+from longhorizon.batches import Batches
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
 from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
 from longhorizon.engines.entry import check_engine
@@ -172,6 +173,9 @@ class Tuning:
         """Make the first run's, and refuse what nothing can come of."""
         problem = self.made()
         refuse_unfit(problem)
+        longest = max(self.horizon(index) for index in range(self.index, max(self.outer_steps, self.index + 1)))
+        if longest > problem.steps:  # a stream of known length that ends too early is refused now, not in hours
+            Batches(self.task.train, problem.seed, longest)
         if left := left_at_default(self.rule, self.hypers, "weight_decay", problem.start.params):
             warnings.warn(left, stacklevel=3)
         own = sorted(problem.read_in_validation & {*problem.learnt}) if self.task.val_loss is None else []
