@@ -9,7 +9,7 @@ there.
 The protocol is that of section 5.4 and Appendix C: WRN-16-1 on CIFAR-10, batches of 256, 5 % held out anew for every
 run, all values from zero, γ = 0.1, 0.15 and 4e-4 over ten outer steps, which is the range α ∈ [−1, 1], β ∈ [−1.5, 1.5],
 ξ ∈ [−4e-3, 4e-3] that every other method searches. A training run has 50 epochs. `PROTOCOLS` has a second one, the same
-at a size that a laptop can repeat: a small perceptron, and one epoch of MNIST.
+at a size that one core can repeat: a small perceptron, and one epoch of MNIST.
 """
 
 import argparse

@@ -10,29 +10,27 @@ Command: python experiments/figure1.py --data-root DATA --methods fds --seeds 0,
     figure1.json from all that is kept; `--gather` does only that.
 Time:    in the result file, per method. The paper: FDS 3 hours, BOHB 55 to 60 hours on an RTX 2080 Ti.
 Ours:
-    FDS, forward, as the paper, but γ may grow again: 89.11 ± 0.28 % (3 seeds); 521 s (seed 0; the others on a shared
+    the paper's FDS (forward mode, clipped), growth=1.5: 89.11 ± 0.28 % (3 seeds); 521 s (seed 0; the others on a shared
         device), NVIDIA H200
-    FDS, forward, as the paper: 88.09 ± 0.21 % (1 seed); 448 s a seed, NVIDIA H200
-    FDS, smoothed differences (this library's default in bf16), but γ may grow again: 89.59 ± 0.31 % (3 seeds); 311 s a
-        seed, NVIDIA H200
-    FDS, bounded adjoint and, where doubted, smoothed (its default in float32): not run yet
-    FDS, exact and, where doubted, smoothed, but γ may grow again: 89.22 ± 0.48 % (1 seed); 461 s a seed, NVIDIA H200
-    FDS, exact alone (adjoint): 86.29 ± 0.54 % (1 seed); 210 s a seed, NVIDIA H200
+    the paper's FDS (forward mode, clipped): 88.09 ± 0.21 % (1 seed); 448 s a seed, NVIDIA H200
+    smoothed differences (what tune takes in bf16), growth=1.5: 89.59 ± 0.31 % (3 seeds); 311 s a seed, NVIDIA H200
+    hybrid (what tune takes otherwise): not run yet
+    hybrid, not bounded, growth=1.5: 89.22 ± 0.48 % (1 seed); 461 s a seed, NVIDIA H200
+    exact derivatives alone: 86.29 ± 0.54 % (1 seed); 210 s a seed, NVIDIA H200
     hypergradient descent: 64.00 ± 0.96 % (3 seeds); 69 s a seed, device shared, NVIDIA H200
     BOHB: not run yet
     Hyperband: not run yet
     Bayesian optimization: not run yet
     random search: not run yet
-    MNIST, FDS, forward, as the paper: 95.48 ± 0.29 % (5 seeds); 12 s a seed, AMD EPYC, 1 threads
-    MNIST, FDS, smoothed differences: 95.58 ± 0.27 % (5 seeds); 34 s a seed, AMD EPYC, 1 threads
-    MNIST, FDS, bounded adjoint and, where doubted, smoothed (this library's default on a CPU): 95.52 ± 0.34 % (5
-        seeds); 16 s a seed, AMD EPYC, 1 threads
+    MNIST, the paper's FDS (forward mode, clipped): 95.48 ± 0.29 % (5 seeds); 12 s a seed, AMD EPYC, 1 threads
+    MNIST, smoothed differences for all values: 95.58 ± 0.27 % (5 seeds); 34 s a seed, AMD EPYC, 1 threads
+    MNIST, hybrid (what tune takes): 95.52 ± 0.34 % (5 seeds); 16 s a seed, AMD EPYC, 1 threads
     MNIST, hypergradient descent: 92.10 ± 0.97 % (1 seed); 11 min a seed, AMD EPYC, 1 threads
     MNIST, BOHB: 95.02 ± 0.66 % (2 seeds); 11 min a seed, AMD EPYC, 1 threads
     MNIST, Hyperband: 69.56 ± 24.47 % (2 seeds); 11 min a seed, AMD EPYC, 1 threads
     MNIST, Bayesian optimization: 57.53 ± 40.41 % (2 seeds); 11 min a seed, AMD EPYC, 1 threads
     MNIST, random search: 69.56 ± 24.47 % (2 seeds); 11 min a seed, AMD EPYC, 1 threads
-    MNIST, best of Appendix F's grid: 95.22 ± 0.21 % (1 seed); 31 s a seed, AMD EPYC, 1 threads
+    MNIST, a grid around common practice (Appendix F): 95.22 ± 0.21 % (1 seed); 31 s a seed, AMD EPYC, 1 threads
     hypergradient descent from zero, test accuracy: 64.0 ± 1.0 % (3 seeds); 69 s a seed, device shared, NVIDIA H200
 Paper:   FDS 89.4 ± 0.3 %, BOHB 89.1 ± 0.5 %, BO 84.5 ± 5.2 %, Hyperband 84.1 ± 4.1 %, random search 80.8 ± 4.9 %,
     hypergradient descent 80.6 ± 1.0 %; zero regret after 3 hours (FDS) and 60 (BOHB), the others not in 100.

@@ -19,10 +19,24 @@ from longhorizon.outer_step import OuterStep
 from longhorizon.rivals.page import COLOURS as METHOD_COLOURS
 
 HERE = Path(__file__).resolve().parent
+POINT = 1.0  # of regret: what lies below is drawn linearly
 FAINT, GREY, GREEN, ORANGE = "#2a5d8f30", "#8b95a1", "#3a8f5c", "#e08e2b"
 COLOURS = {"greedy": RING, "together": GREY, "non_greedy": ORANGE, "fds": PLAIN}
 NAMES = {"greedy": "greedy, step by step", "greedy_last": "the same, last rates", "together": "greedy, all at once"}
 NAMES |= {"non_greedy": "non-greedy, one per step", "fds": "FDS"}
+ENTRANTS = {  # the start of a label in Figure 1 -> a few words
+    "fds-forward": "FDS as the paper",
+    "fds-smoothed": "FDS, smoothed",
+    "fds-bounded": "FDS, hybrid",
+    "fds-hybrid": "FDS, hybrid, not bounded",
+    "fds-adjoint": "FDS, exact",
+    "hd": "hypergradient descent",
+    "bohb": "BOHB",
+    "hyperband": "Hyperband",
+    "bo": "Bayesian optimization",
+    "random": "random search",
+    "grid": "grid",
+}
 
 
 def figure2(found: dict[str, Any], _: Path) -> list[Figure]:
@@ -178,15 +192,16 @@ def _learnt(name: str, steps: list[dict[str, Any]]) -> Figure | None:
 def _short(label: str) -> str:
     """An entrant in a few words.
 
-    >>> _short("fds-forward-clip10-growth1.5-bf16")
-    'forward, clip 10, γ grows, bf16'
+    >>> _short("fds-forward-clip10-growth1.5-bf16"), _short("bohb-bf16")
+    ('FDS as the paper, γ grows', 'BOHB')
     """
-    return label.removeprefix("fds-").replace("clip", "clip ").replace("growth1.5", "γ grows").replace("-", ", ")
+    own = max((name for name in ENTRANTS if label.startswith(name)), key=len)
+    return ENTRANTS[own] + ", γ grows" * ("growth" in label)
 
 
 def _regret(found: dict[str, Any]) -> Figure:
-    best = f"the best of {found['against']}" if found["against"] else "the best of all"
-    panels = []
+    best = f"the best of the {_short(found['against'])}" if found["against"] else "the best of all"
+    panels: list[Panel] = []
     for clock, x_title in (("seconds", "time (s)"), ("steps", "inner steps")):
         shown = [curve for curve in found["curves"][clock] if curve["times"]]
         lines, legend = [], []
@@ -196,13 +211,19 @@ def _regret(found: dict[str, Any]) -> Figure:
                 times, mean = [times[0], 1.15 * times[0]], 2 * mean
             wide = 2.8 if curve["method"].startswith("fds") else 1.8
             lines.append(Line(curve["method"], [*mean], times, colour, wide, "steps"))
-            legend.append((colour, curve["method"]))
-        everything = [v for line in lines for v in line.y]
+            legend.append((colour, _short(curve["method"])))
+        known = [v for line in lines for v in line.y if v is not None]
         y_title = f"regret against {best} (points)"
-        panels.append(panel(x_title, x_title, y_title, lines, everything, "symlog", legend=legend, log_x=True))
+        # what matters is which method comes down to nothing: a point is as large there as tenfold above
+        shown_y = min(*known, 0.0) - POINT, max(1.2 * max(known), 2 * POINT)
+        ticks = symlog_ticks(*shown_y, POINT)
+        axes: dict[str, Any] = {"ticks": ticks, "y_range": shown_y, "log_x": True}
+        axes |= {} if panels else {"legend": legend}  # one for both
+        panels.append(Panel(x_title, x_title, y_title, lines, "symlog", POINT, **axes))
     rows = [row for row in found["table"] if row["score"] is not None]
     error = [100 * row["deviation"] for row in rows]
-    line = Line("test", [100 * r["score"] for r in rows], kind="rows", error=error, labels=[r["method"] for r in rows])
+    labels = [_short(row["method"]) for row in rows]
+    line = Line("test", [100 * r["score"] for r in rows], kind="rows", error=error, labels=labels)
     panels.append(Panel("test of the last choice", "accuracy (%)", "", [line]))
     return Figure(found["experiment"], "Figure 1", "", panels, size=(5.4, 4.4))
 

@@ -55,7 +55,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "smoothed, γ grows": {"engine": lh.Factorial(), "outer": lh.SignDescent(growth=1.5)},
     "hybrid, wait, γ grows": {"engine": lh.Hybrid(), "gate": "wait", "outer": lh.SignDescent(growth=1.5)},
 }
-
+METHODS |= {  # the same on runs that are short at first: three outer steps on an eighth, a quarter, a half, then all
+    f"{name}, short first": METHODS[name] | {"lengths": [1 / 8] * 3 + [1 / 4] * 3 + [1 / 2] * 3 + [1]}
+    for name in ("hybrid", "smoothed")
+}
 
 CONFIRM = 3  # plain training runs with the last values, and with the best
 CONFIRMS = 10**6  # the first of their seeds
@@ -75,6 +78,8 @@ def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, te
     hypers = learnt(setting.windows)
     plain = plain_seconds(task, hypers, setting.steps)
     advanced = 0
+    method = dict(method)
+    lengths = [max(setting.windows, round(share * setting.steps)) for share in method.pop("lengths", [1])]
 
     def count(_: lh.Tuning) -> None:
         nonlocal advanced
@@ -85,7 +90,7 @@ def tuned(task: lh.Task, setting: Setting, method: dict[str, Any], seed: int, te
         task,
         lh.sgd(),
         hypers,
-        steps=setting.steps,
+        steps=lengths,
         outer_steps=setting.outer_steps,
         seed=seed,
         progress=count,

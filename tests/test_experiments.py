@@ -262,7 +262,7 @@ def test_front_page_hides_no_seed(tmp_path):
     label = next(row["method"] for row in found["table"] if row["method"].startswith("fds-hybrid"))
     found["waiting"] = [{"method": label, "seed": 7, "steps": 9250, "val_loss": 0.9, "accuracy": 0.836}]
     (tmp_path / "figure1.json").write_text(json.dumps(found))
-    (row,) = [line for line in tables.front(tmp_path).splitlines() if "exact and, where doubted" in line]
+    (row,) = [line for line in tables.front(tmp_path).splitlines() if "hybrid, not bounded" in line]
     assert "seed 7 is not tested yet: 83.6 %" in row
     assert "regret" not in row
     assert tables.front(tmp_path / "nothing").count("not run yet") == 2 * 10

@@ -50,8 +50,9 @@ def trusted(problem: Problem) -> tuple[Any, str]:
 
     docs/trust.md says why. The derivatives come from the bounded adjoint wherever it fits, because its meter sees the
     whole run; that of forward begins after the first window. In bfloat16, where training runs side by side are
-    cheapest, all values are smoothed: on CIFAR-10 that took less time, and found no worse schedules. With many values,
-    or where it is not known how far a value will move, it is `choose`.
+    cheapest, all values are smoothed: on CIFAR-10 that took less time, and found no worse schedules. Many values are
+    not smoothed, and an adjoint that was chosen for them is bounded all the same. Where it is not known how far a
+    value will move, it is `choose`.
     """
     engine, why = choose(problem)
     fits = isinstance(engine, Adjoint) or (
@@ -63,7 +64,7 @@ def trusted(problem: Problem) -> tuple[Any, str]:
     except ValueError:  # a hyperparameter without a step
         return engine, why
     if problem.n_values > MOST:
-        return engine, why
+        return (replace(engine, clip="auto") if isinstance(engine, Adjoint) else engine), why
     smoothed = hybrid.smoothed()
     runs = smoothed.trainings(problem.n_values)
     if cuda.current_precision() == "bf16" and problem.device.type == "cuda":
