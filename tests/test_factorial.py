@@ -210,6 +210,29 @@ def test_chosen_values_leave_the_others_where_they_are():
     assert only.grad["lr"][1].item() == pytest.approx(whole["lr"][1].item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_windows_that_share_a_shift_share_the_mean_of_their_slopes(scale):
+    hypers = {"lr": lh.Hyper([0.3, 0.5, 0.2, 0.4, 0.1], windows=5, step=1e-3, scale=scale), "momentum": lh.Hyper(0.5)}
+    engine = lh.Factorial({"lr": 1e-3, "momentum": 1e-3}, seeds="one", most=4)
+    exact, found = (slopes(e, hypers).grad for e in (lh.Adjoint(), engine))
+    unit = hypers["lr"].values() if scale == "log" else torch.ones(5, dtype=torch.float64)
+    own = exact["lr"] * unit  # dL/dλ, or dL / d ln λ
+    expected = torch.cat([own[:1], own[1:3].mean().expand(2), own[3:].mean().expand(2)]) / unit  # 1, 2 and 2 windows
+    torch.testing.assert_close(found["lr"], expected, rtol=1e-3, atol=1e-8)
+    torch.testing.assert_close(found["momentum"], exact["momentum"], rtol=1e-4, atol=0)
+
+
+def test_sharing_bounds_how_many_runs_there_are():
+    hypers = {"lr": lh.Hyper(0.3, windows=9, step=1e-3), "momentum": lh.Hyper(0.5)}
+    with environment():
+        made = make_problem(problem("mlp").task, lh.sgd(), hypers, 9, 0)
+    for most, groups in ((None, 10), (10, 10), (9, 6), (6, 6), (5, 4), (2, 2), (1, 2)):  # one for each key at least
+        together = lh.Factorial(most=most).together(made)
+        assert len(together) == groups
+        assert [value for group in together for value in group] == lh.Factorial().shifted(made)
+    assert lh.Factorial(most=21).trainings(57) == 1 + 2 * 24 == lh.Factorial().trainings(21)
+
+
 def test_the_distance_follows_the_outer_step():
     seen = []
 
@@ -246,6 +269,7 @@ BAD = {
     "distance zero": (lambda: lh.Factorial(0.0), r"Factorial\(distance=0.0\): expected positive"),
     "distance of a key": (lambda: lh.Factorial({"lr": [0.1, -1.0]}), r"expected positive numbers"),
     "pairs": (lambda: lh.Factorial(pairs=0), r"Factorial\(pairs=0\): expected a whole number of pairs"),
+    "most": (lambda: lh.Factorial(most=0), r"Factorial\(most=0\): expected a whole number of shifts"),
     "seeds": (lambda: lh.Factorial(seeds="two"), r"Factorial\(seeds='two'\): expected 'each' or 'one'"),
     "no distance": (lambda: slopes(lh.Factorial({"lr": 0.1})), r"no distance for hyperparameter 'momentum'"),
     "too many": (lambda: slopes(lh.Factorial({"lr": [0.1] * 2, "momentum": 0.1})), r"2 numbers for 'lr', which has 3"),

@@ -191,7 +191,8 @@ def test_tuning_smooths_what_it_cannot_trust_by_itself():
 
     assert engine(saddle(0.5), HYPERS) == "adjoint, H·q clipped by itself, smoothed for 2 of 3 values"
     assert "smoothed" not in engine(saddle(0.2), HYPERS)
-    assert "smoothed" not in engine(saddle(5.0), {"lr": lh.Hyper(0.1, windows=22)})  # too many runs
+    many = engine(saddle(5.0), {"lr": lh.Hyper(0.1, windows=40)})  # which then share slopes
+    assert re.fullmatch(r"adjoint, H·q clipped by itself, smoothed for [34]\d of 40 values", many)
     alone = lh.hypergradient(saddle(5.0), lh.sgd(), HYPERS, steps=40)
     assert alone.error is None  # asked for alone it is exact
 

@@ -9,7 +9,7 @@ from longhorizon import cuda, tree
 from longhorizon.batches import free_memory, nbytes
 from longhorizon.engines.adjoint import MEMORY_SHARE, Adjoint, trajectory_bytes
 from longhorizon.engines.forward import Forward
-from longhorizon.engines.hybrid import Hybrid
+from longhorizon.engines.hybrid import MOST, Hybrid
 from longhorizon.lanes import at_once
 from longhorizon.problem import Problem
 
@@ -17,7 +17,6 @@ from longhorizon.problem import Problem
 FORWARD_BASE, FORWARD_COLUMN = 2.1, 0.67  # traced; a run too short to be traced costs little either way
 ADJOINT, REPLAY = 4.2, 1.2
 
-MOST = 21  # values that tuning smooths: 24 pairs of runs
 ADJOINT_ONLY = "forward mode cannot differentiate this model's gradient"
 
 
@@ -50,9 +49,9 @@ def trusted(problem: Problem) -> tuple[Any, str]:
 
     docs/trust.md says why. The derivatives come from the bounded adjoint wherever it fits, because its meter sees the
     whole run; that of forward begins after the first window. In bfloat16, where training runs side by side are
-    cheapest, all values are smoothed: on CIFAR-10 that took less time, and found no worse schedules. Many values are
-    not smoothed, and an adjoint that was chosen for them is bounded all the same. Where it is not known how far a
-    value will move, it is `choose`.
+    cheapest, all values are smoothed, unless there are so many that they would have to share slopes: on CIFAR-10 that
+    took less time, and found no worse schedules. More hyperparameters than can be smoothed take the bounded adjoint
+    alone; and where it is not known how far a value will move, it is `choose`.
     """
     engine, why = choose(problem)
     fits = isinstance(engine, Adjoint) or (
@@ -63,11 +62,12 @@ def trusted(problem: Problem) -> tuple[Any, str]:
         hybrid.smoothed().levels(problem)
     except ValueError:  # a hyperparameter without a step
         return engine, why
-    if problem.n_values > MOST:
+    if len(problem.learnt) > MOST:  # hyperparameters cannot share a slope, as windows can
         return (replace(engine, clip="auto") if isinstance(engine, Adjoint) else engine), why
     smoothed = hybrid.smoothed()
     runs = smoothed.trainings(problem.n_values)
-    if cuda.current_precision() == "bf16" and problem.device.type == "cuda":
+    few = problem.n_values <= MOST
+    if few and cuda.current_precision() == "bf16" and problem.device.type == "cuda":
         together = at_once(problem, runs, problem.runs)
         if together > 1:
             return smoothed, f"N={problem.n_values} values: {runs} plain training runs, {together} side by side in bf16"

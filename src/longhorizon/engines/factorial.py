@@ -12,6 +12,9 @@ One pair per value would cost as much and have N times the variance. What the sl
 standard error, and with it how sure each sign is. The logarithm keeps one bad run from deciding everything, and one
 that explodes (`trust.most_of_fine`) or diverges counts as if it had just exploded; where a loss is not positive, the
 loss itself is taken, and one that diverges counts as the worst that did not.
+
+Where there are more values than runs can be paid for, neighbouring windows are shifted together (`most`): they share a
+slope, as in the paper steps share a hypergradient.
 """
 
 import math
@@ -53,12 +56,15 @@ class Factorial:
         seeds: "each" gives every pair a seed of its own; "one" keeps the run's for all of them, for the slope of that
             seed's loss.
         only: the values to shift, as windows per key; the others get NaN. By default all.
+        most: shifts, at most, but one for each hyperparameter. If there are more values, neighbouring windows of a key
+            are shifted together and share a slope. By default every value is shifted alone.
     """
 
     distance: float | Mapping[str, float | Sequence[float]] = 1.0
     pairs: int | None = None
     seeds: Literal["each", "one"] = "each"
     only: Mapping[str, Sequence[int]] | None = None
+    most: int | None = None
 
     def __post_init__(self) -> None:
         given = self.distance.values() if isinstance(self.distance, Mapping) else [self.distance]
@@ -69,6 +75,9 @@ class Factorial:
         pairs = self.pairs
         if pairs is not None and (isinstance(pairs, bool) or not isinstance(pairs, int) or pairs < 1):
             raise ValueError(f"Factorial(pairs={pairs!r}): expected a whole number of pairs, or None to let it choose.")
+        most = self.most
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise ValueError(f"Factorial(most={most!r}): expected a whole number of shifts, or None for one per value.")
         if self.seeds not in ("each", "one"):
             raise ValueError(f"Factorial(seeds={self.seeds!r}): expected 'each' or 'one'.")
 
@@ -85,6 +94,7 @@ class Factorial:
     def trainings(self, values: int) -> int:
         """Training runs for so many learnt values."""
         values = values if self.only is None else sum(map(len, self.only.values()))
+        values = values if self.most is None else min(values, self.most)
         return 1 + 2 * len(hadamard(max(values, self.at_least(values))))
 
     def shifted(self, problem: Problem) -> list[tuple[str, int]]:
@@ -104,6 +114,18 @@ class Factorial:
         if not chosen:
             raise ValueError("Factorial(only={}): name at least one value, or leave it out to shift all.")
         return chosen
+
+    def together(self, problem: Problem) -> list[list[tuple[str, int]]]:
+        """The same, those in a list that are shifted together."""
+        values = self.shifted(problem)
+        windows: dict[str, list[tuple[str, int]]] = {}
+        for key, w in values:
+            windows.setdefault(key, []).append((key, w))
+        if self.most is None or len(values) <= self.most:
+            return [[value] for value in values]
+        most = max(self.most, len(windows))  # one for each hyperparameter at least
+        size = next(n for n in range(1, len(values) + 1) if sum(-(-len(v) // n) for v in windows.values()) <= most)
+        return [group for own in windows.values() for group in _alike(own, -(-len(own) // size))]
 
     def distances(self, problem: Problem, key: str) -> Tensor:
         """δ for the windows of a key, in its own scale."""
@@ -147,7 +169,7 @@ class FactorialRun:
         middle: Hypergradient | None = None,  # of another engine, which has trained the unshifted run already
     ):
         self.engine, self.problem = engine, problem
-        self.columns = engine.shifted(problem)
+        self.columns = engine.together(problem)  # the values that each column of the design shifts
         old = saved is not None and "levels" not in saved  # its runs were shifted below zero, too
         self.levels = saved["levels"] if saved and not old else engine.levels(problem, below_zero=old)
         self.signs = folded(len(self.columns), engine.at_least(len(self.columns)), problem.seed)
@@ -166,7 +188,7 @@ class FactorialRun:
         self._first: Tensor | None = saved["first"] if saved else None  # loss of the first step
         if self._first is not None:
             self._first = self._first.to(problem.device)
-        self._same = all(argument(key) in problem.rule.defaults for key, _ in self.columns)
+        self._same = all(argument(key) in problem.rule.defaults for group in self.columns for key, _ in group)
         self._of_pair: dict[int, Problem] = {}
         self._group = self._runs()
         self._lanes: Lanes | None = None  # of the runs in hand, where there are several
@@ -291,12 +313,14 @@ class FactorialRun:
             most = most_of_fine(float(middle), math.nan if self._first is None else float(self._first))
             runs = torch.where(runs.isnan(), most, runs.clamp(max=most))
         slopes, error = effects(self.signs, runs, common=self.engine.seeds == "one")
-        for (key, w), slope in zip(self.columns, slopes.tolist(), strict=True):
-            low, high = (level[w] for level in self.levels[key])
-            value = problem.values[key][w]
+        for group, slope in zip(self.columns, slopes.tolist(), strict=True):
+            key, windows = group[0][0], [w for _, w in group]
+            low, high = (level[windows] for level in self.levels[key])
+            log = problem.hypers[key].scale == "log"
+            width = ((high / low).log() if log else high - low).sum()
             # On the log scale dL/dλ = (dL / d ln λ) / λ.
-            width = value * (high / low).log() if problem.hypers[key].scale == "log" else high - low
-            grads[key][w], errors[key][w] = 2 * slope / width, 2 * error / width
+            unit = problem.values[key][windows] if log else torch.ones(len(windows), dtype=torch.float64)
+            grads[key][windows], errors[key][windows] = 2 * slope / width / unit, 2 * error / width / unit
             if width == 0:  # so large a value that the distance is lost in rounding
                 status = Status("difference", problem.steps)
         return finish(problem, engine, grads, middle, self.middle, status, losses, error=errors)
@@ -307,8 +331,9 @@ class FactorialRun:
             return self.problem
         signs = self.signs[run // 2] * (1 - 2 * (run % 2))
         values = {key: v.clone() for key, v in self.problem.values.items()}
-        for (key, w), sign in zip(self.columns, signs.tolist(), strict=True):
-            values[key][w] = self.levels[key][int(sign > 0)][w]
+        for group, sign in zip(self.columns, signs.tolist(), strict=True):
+            for key, w in group:
+                values[key][w] = self.levels[key][int(sign > 0)][w]
         return replace(self._seeded(run // 2), values=values)
 
     def _seeded(self, pair: int) -> Problem:
@@ -321,6 +346,16 @@ class FactorialRun:
             self._of_pair[pair] = make_problem(p.task, p.rule, p.hypers, p.steps, seed, p.values, p.traces)
             self._of_pair[pair].runs = p.runs
         return self._of_pair[pair]
+
+
+def _alike(values: list[tuple[str, int]], groups: int) -> list[list[tuple[str, int]]]:
+    """Neighbours together, in so many groups of nearly one size.
+
+    >>> [len(group) for group in _alike([("lr", w) for w in range(7)], 3)]
+    [2, 2, 3]
+    """
+    ends = [len(values) * (i + 1) // groups for i in range(groups)]
+    return [values[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def within_shifts(

@@ -2,8 +2,9 @@
 
 The hypergradient by derivatives comes first, with its meter; on its way back the adjoint is bounded step by step, which
 takes away what a few steep batches do to one seed. Values that the meter speaks against (`trust.py`) are then estimated
-once more by `Factorial`; the others stay as they are and where they are while those are shifted. The meter tells how
-the adjoint would have grown without its bound: bounded it looks calm, and is no truer for it where training is chaotic.
+once more by `Factorial`; the others stay as they are and where they are while those are shifted. Where very many are
+doubted, neighbouring windows share a slope. The meter tells how the adjoint would have grown without its bound: bounded
+it looks calm, and is no truer for it where training is chaotic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 from longhorizon.trust import doubts
 
+MOST = 21  # shifts that tuning pays for: 24 pairs of runs
+
 
 @dataclass(frozen=True)
 class Hybrid:
@@ -34,6 +37,7 @@ class Hybrid:
         exact: the engine of the derivatives, "adjoint" or "forward".
         distance: how far a doubted value is shifted, as in `Factorial`.
         pairs: at least how many pairs of runs, as in `Factorial`.
+        most: shifts of doubted values, at most, as in `Factorial`: beyond, neighbouring windows share a slope.
         clip: its bound, as in `Adjoint` and `Forward`. "auto" is that of `Adjoint`, and none for `Forward`; None for
             exact hypergradients.
     """
@@ -42,6 +46,7 @@ class Hybrid:
     distance: float | Mapping[str, float | Sequence[float]] = 1.0
     pairs: int | None = None
     clip: Clip = "auto"
+    most: int | None = MOST
 
     def __post_init__(self) -> None:
         if self.exact not in ("adjoint", "forward"):
@@ -51,7 +56,7 @@ class Hybrid:
 
     def smoothed(self, only: Mapping[str, Sequence[int]] | None = None) -> Factorial:
         """The engine for doubted values."""
-        return Factorial(self.distance, self.pairs, only=only)
+        return Factorial(self.distance, self.pairs, only=only, most=self.most)
 
     def trainings(self, values: int) -> int:
         """At most how many training runs; one where nothing is doubted."""
