@@ -222,6 +222,12 @@ CALLS = {
         ValueError,
         r"params='head.\*', which picks no parameter; the model has 0.weight, 0.bias",
     ),
+    "one of several picks none": (
+        lr(0.1, params=["2.*", "0.wieght", "ndim<2"]),
+        ValueError,
+        r"params=\['2\.\*', '0\.wieght', .*, of which '0\.wieght' picks no parameter; nearest to it: 0\.weight, 2\.w",
+    ),
+    "several are none": (lr(0.1, params=[]), ValueError, r"params=\[\], which picks no parameter; the model has 0"),
     "function picks none": (lr(0.1, params=lambda name, p: False), ValueError, r"picks no parameter"),
     "nothing left": (
         {"hypers": {"lr": lh.Hyper(0.1), "lr/all": lh.Hyper(0.1, params="*")}},

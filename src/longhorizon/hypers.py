@@ -187,18 +187,31 @@ def _check_one(key: str, hyper: Hyper, steps: int) -> None:
 
 
 def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[str]:
-    """The names of the parameters that a selector picks; refuses one that picks none."""
+    """The names of the parameters that a selector picks; refuses one that picks none, alone or among several."""
     if callable(selector):
         names = [name for name, p in params.items() if selector(name, p)]
-    else:
-        patterns = [selector] if isinstance(selector, str) else list(selector)
-        names = [name for name, p in params.items() if any(matches(pattern, name, p) for pattern in patterns)]
-    if not names:
-        raise ValueError(
-            f"hyperparameter {key!r} has params={selector!r}, which picks no parameter; "
-            f"the model has {', '.join(list(params)[:8])}{' …' if len(params) > 8 else ''}."
-        )
-    return names
+        if not names:
+            raise ValueError(_picks_none(key, selector, "", params))
+        return names
+    patterns = [selector] if isinstance(selector, str) else list(selector)
+    picked = {pattern: {name for name, p in params.items() if matches(pattern, name, p)} for pattern in patterns}
+    for pattern in patterns or [""]:
+        if not picked.get(pattern):
+            raise ValueError(_picks_none(key, selector, pattern, params))
+    return [name for name in params if any(name in names for names in picked.values())]
+
+
+def _picks_none(key: str, selector: Selector, pattern: str, params: Mapping[str, Tensor]) -> str:
+    which = f"of which {pattern!r}" if pattern and pattern != selector else "which"
+    start = pattern.strip("*.")
+    begins = {name: ".".join(name.split(".")[: start.count(".") + 1]) for name in params}  # as long as the pattern
+    close = get_close_matches(start, set(begins.values()), cutoff=0.6)
+    names = [name for name in params if begins[name] in close]
+    shown, names = ("nearest to it:", names) if names else ("the model has", list(params))
+    return (
+        f"hyperparameter {key!r} has params={selector!r}, {which} picks no parameter; "
+        f"{shown} {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
+    )
 
 
 def _is_selector(selector: object) -> bool:
