@@ -106,6 +106,48 @@ def test_groups_that_match_by_name_are_found(put):
     assert decays(optimizer) == [0, 0.2]
 
 
+class Nested(nn.Module):
+    """With wrapped modules inside, and a `module` of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.compile(nn.Linear(5, 4))
+        self.module = nn.DataParallel(nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("put", [attached, exported])
+@pytest.mark.parametrize(
+    ("wrap", "patterns"),
+    [
+        (torch.compile, BY_NAME["weight_decay"].params),
+        (nn.DataParallel, BY_NAME["weight_decay"].params),
+        (lambda model: torch.compile(nn.DataParallel(model)), BY_NAME["weight_decay"].params),
+        (lambda model: nn.DataParallel(torch.compile(model)), BY_NAME["weight_decay"].params),
+        (lambda model: Nested(), ["first.*", "bias"]),
+        (lambda model: Nested(), ["first.*", "module.*bias"]),
+    ],
+)
+def test_patterns_are_for_names_without_the_prefixes_of_wrappers(put, wrap, patterns):
+    schedule = schedule_of({"lr": lh.Hyper(0.1), "weight_decay": lh.Hyper(0.2, params=patterns)})
+    model = wrap(make_model())
+    optimizer = torch.optim.SGD(schedule.groups(model), lr=1.0)
+    put(schedule, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1]
+    assert decays(optimizer) == [0.2, 0]
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert set(names) == {name for name, _ in model.named_parameters()}, "names are the model's own"
+
+
+def test_a_compiled_model_is_tuned_by_the_same_patterns():
+    data = torch.randn(4, 5)
+    task = lh.Task(
+        make_model, lambda model, batch: model(batch).square().mean(), lambda _: [data] * 2, lambda _: [data]
+    )
+    compiled = replace(task, model=lambda: torch.compile(make_model(), backend="eager"))
+    plain, wrapped = (lh.hypergradient(t, lh.sgd(), BY_NAME, steps=2) for t in (task, compiled))
+    torch.testing.assert_close(plain.grad["weight_decay"], wrapped.grad["weight_decay"])
+
+
 @pytest.mark.parametrize("put", [attached, exported])
 def test_a_group_named_after_the_key_has_it(put):
     model = make_model()

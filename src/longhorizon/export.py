@@ -71,6 +71,13 @@ def set_hyperparameters(optimizer, step, total_steps):
 # Only where an entry without a label is for some parameters.
 _PICKED = '''
 
+def _fits(pattern, name, p):
+    """Whether a pattern picks a parameter, by its name or by what it is without torch.compile and DataParallel."""
+    bare = ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
+    by_dimension = "ndim>=2" if p.ndim >= 2 else "ndim<2"
+    return pattern == by_dimension or fnmatchcase(name, pattern) or fnmatchcase(bare, pattern)
+
+
 def _picked(name, groups):
     """Those of the groups that have the parameters an entry is for, and no others."""
     named = [group for group in groups if name in _names(group)]
@@ -80,7 +87,7 @@ def _picked(name, groups):
     for group in groups:
         names = group.get("param_names")
         picks = {
-            any(fnmatchcase(n, x) or x == ("ndim>=2" if p.ndim >= 2 else "ndim<2") for x in PARAMS[name])
+            any(_fits(pattern, n, p) for pattern in PARAMS[name])
             for n, p in zip(names or [""] * len(group["params"]), group["params"])
         }
         clear = clear and len(picks) < 2 and bool(names or {"ndim>=2", "ndim<2"}.issuperset(PARAMS[name]))

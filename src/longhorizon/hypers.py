@@ -19,6 +19,7 @@ from torch import Tensor
 
 Selector = str | Sequence[str] | Callable[[str, Tensor], bool]
 
+WRAPPERS = ("_orig_mod", "module")  # what torch.compile, and DataParallel and its distributed form, put into names
 BY_DIMENSION = ("ndim>=2", "ndim<2")  # the patterns that need no name
 
 # Outer step sizes for the arguments everybody tunes; the paper's Appendix C where it has one.
@@ -204,7 +205,7 @@ def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[s
 def _picks_none(key: str, selector: Selector, pattern: str, params: Mapping[str, Tensor]) -> str:
     which = f"of which {pattern!r}" if pattern and pattern != selector else "which"
     start = pattern.strip("*.")
-    begins = {name: ".".join(name.split(".")[: start.count(".") + 1]) for name in params}  # as long as the pattern
+    begins = {name: ".".join(unwrapped(name).split(".")[: start.count(".") + 1]) for name in params}  # as the pattern
     close = get_close_matches(start, set(begins.values()), cutoff=0.6)
     names = [name for name in params if begins[name] in close]
     shown, names = ("nearest to it:", names) if names else ("the model has", list(params))
@@ -226,7 +227,16 @@ def matches(pattern: str, name: str, p: Tensor) -> bool:
         return p.ndim >= 2
     if pattern == BY_DIMENSION[1]:
         return p.ndim < 2
-    return fnmatchcase(name, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(unwrapped(name), pattern)
+
+
+def unwrapped(name: str) -> str:
+    """The name that a pattern is matched against, besides the name as it is, where a wrapper of torch's has changed it.
+
+    >>> unwrapped("module._orig_mod.head.weight")
+    'head.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def in_short(values: Tensor) -> str:
