@@ -416,9 +416,26 @@ def test_what_no_torch_optimizer_has_is_not_compared(by):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        of(rule, lr=0.1).attach(optimizer, 10)
+        of(rule, lr=0.1).without("grad_clip").attach(optimizer, 10)
     with pytest.warns(UserWarning, match=r"learnt with momentum=0\.5, .*SGD has momentum=0\.9"):
-        of(lh.clipped(lh.sgd(momentum=0.5), 1.0, by=by), lr=0.1).attach(optimizer, 10)
+        of(lh.clipped(lh.sgd(momentum=0.5), 1.0, by=by), lr=0.1).without("grad_clip").attach(optimizer, 10)
+
+
+@pytest.mark.parametrize("by", ["value", "norm"])
+def test_a_fixed_clip_is_warned_of_until_it_is_taken_out(by, tmp_path):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = of(lh.clipped(lh.sgd(), 0.05, by=by), lr=0.1)
+    call = rf"torch\.nn\.utils\.clip_grad_{by}_\(model\.parameters\(\), 0\.05\) before every step"
+    with pytest.warns(UserWarning, match=call) as said:
+        schedule.attach(optimizer, 10)
+    assert [warning.filename for warning in said] == [__file__]
+    schedule.without("grad_clip").save(tmp_path / "s.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lh.Schedule.load(tmp_path / "s.json").attach(optimizer, 10)
+        learnt = of(lh.clipped(lh.sgd(), 0.05, by=by), lr=0.1, grad_clip=0.05)
+        learnt.without("grad_clip").attach(optimizer, 10)
+    assert schedule.rule["fixed"]["grad_clip"] == 0.05
 
 
 class AdamW8bit(torch.optim.AdamW):
@@ -438,13 +455,15 @@ class AdamW8bit(torch.optim.AdamW):
         (lh.adamw, torch.optim.SGD, True),
         (lh.sgd, torch.optim.RMSprop, True),
         (lambda: lh.clipped(lh.sgd(), 1.0), torch.optim.Adam, True),
+        (lambda: lh.clipped(lh.sgd(), 1.0), torch.optim.SGD, False),
     ],
 )
 def test_an_optimizer_of_another_kind_is_warned_of(rule, make, warns):
     optimizer = make([nn.Parameter(torch.zeros(1))])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        of(rule(), lr=0.1).attach(optimizer, 10)
+        schedule = of(rule(), lr=0.1)
+        (schedule.without("grad_clip") if "grad_clip" in rule().defaults else schedule).attach(optimizer, 10)
     assert [("and this is" in str(w.message)) for w in said] == [True] * warns
 
 

@@ -5,7 +5,7 @@ import io
 import sys
 from pprint import pformat
 
-from longhorizon.schedule import BETAS, TWINS, Schedule, patterns, rule_name
+from longhorizon.schedule import BETAS, TWINS, Schedule, clip_call, patterns, rule_name
 
 CLIPS = ("grad_clip", "clip_by")  # no arguments of a torch optimizer
 
@@ -108,7 +108,7 @@ def to_python(schedule: Schedule) -> str:
     some = any("/" not in key for key in params)  # told apart by no label
     text = _HEADER.format(
         rule=_twin(schedule),
-        clip=_clip(schedule),
+        clip=f"{call}, " if (call := clip_call(schedule)) else "",
         imports="from fnmatch import fnmatchcase\n\n" if some else "",
         schedule=_literal({key: list(v) for key, v in schedule.values.items()}),
         in_loss=[key for key in schedule.values if key in schedule.in_loss],
@@ -139,13 +139,6 @@ def to_csv(schedule: Schedule, steps: int) -> str:
     for step in range(steps):
         rows.writerow([step, *(repr(schedule.value(key, step, steps)) for key in schedule.values)])
     return text.getvalue()
-
-
-def _clip(schedule: Schedule) -> str:
-    """The call that a fixed clip of the gradient is in plain PyTorch."""
-    level = schedule.rule.get("fixed", {}).get("grad_clip")
-    by = schedule.rule.get("options", {}).get("clip_by", "value")
-    return "" if level is None else f"torch.nn.utils.clip_grad_{by}_(model.parameters(), {level!r}), "
 
 
 def _twin(schedule: Schedule) -> str:

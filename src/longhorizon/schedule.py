@@ -108,16 +108,21 @@ class Schedule:
         return [_group(self, keys, own, named) for own, named in made.items()]
 
     def without(self, *keys: str) -> "Schedule":
-        """The same without some keys, for values that no torch optimizer takes (`grad_clip`).
+        """The same without some keys, learnt or fixed, for what no torch optimizer does (`grad_clip`) and you do.
 
         >>> Schedule({"lr": (0.1,), "grad_clip": (1.0,)}).without("grad_clip").keys()
         ['lr']
         """
+        fixed = self.rule.get("fixed", {})
         for key in keys:
-            self[key]  # a misspelt one is an error
+            if key not in fixed:
+                self[key]  # a misspelt one is an error
         rest = {key: values for key, values in self.values.items() if key not in keys}
         params = {key: chosen for key, chosen in self.params.items() if key in rest}
-        return replace(self, values=rest, learnt=tuple(k for k in self.learnt if k in rest), params=params)
+        rule = dict(self.rule)
+        if fixed:
+            rule["fixed"] = {arg: value for arg, value in fixed.items() if arg not in keys}
+        return replace(self, values=rest, rule=rule, learnt=tuple(k for k in self.learnt if k in rest), params=params)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, aside and then renamed, so that no reader sees half a file."""
@@ -202,6 +207,7 @@ class ScheduleScheduler(LRScheduler):
         _warn_of_another_kind(optimizer, schedule)
         self.plan = _plan(optimizer, schedule)
         _warn_of_others(optimizer, schedule)
+        _warn_of_a_clip(schedule)
         super().__init__(optimizer, last_epoch)
         self._set_others()
 
@@ -329,6 +335,24 @@ def _warn_of_others(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Non
             f"the schedule was learnt with {had}, and {kind} has {has}: give it those values to train alike.",
             stacklevel=4,
         )
+
+
+def _warn_of_a_clip(schedule: Schedule) -> None:
+    """Say that the gradient was clipped, at a level that was not learnt: no torch optimizer does it."""
+    call = clip_call(schedule)
+    if call:
+        warnings.warn(
+            f"the schedule was learnt with the gradient clipped, which no torch optimizer does: call {call} before "
+            "every step of the optimizer. Where that is done, attach schedule.without('grad_clip').",
+            stacklevel=4,
+        )
+
+
+def clip_call(schedule: Schedule) -> str:
+    """The call that a fixed clip of the gradient is in plain PyTorch; empty where there is none."""
+    level = schedule.rule.get("fixed", {}).get("grad_clip")
+    by = schedule.rule.get("options", {}).get("clip_by", "value")
+    return "" if level is None else f"torch.nn.utils.clip_grad_{by}_(model.parameters(), {level!r})"
 
 
 def _alike(one: Any, other: Any) -> bool:
