@@ -48,6 +48,38 @@ def test_a_bad_file_is_named(tmp_path, content, words):
         lh.Schedule.load(path)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ([{"lr": ()}], ValueError, r"'lr' is \(\), which has no value"),
+        ([{"lr": [0.1, "x"]}], TypeError, r"'lr' has the value 'x': expected numbers"),
+        ([{"lr": [0.1, True]}], TypeError, "'lr' has the value True"),
+        ([{"lr": torch.ones(2, 2)}], TypeError, r"'lr' has the value \[1\.0, 1\.0\]"),
+        ([{"lr": "0.1"}], TypeError, r"'lr' is '0\.1': expected a number, or one per window"),
+        ([{"lr": None}], TypeError, "'lr' is None"),
+        ([{1: (0.1,)}], TypeError, "has the key 1: expected a name"),
+        ([[0.1]], TypeError, r"Schedule\(values=\[0\.1\]\): expected a dictionary such as"),
+        ([{"lr": 0.1}, "sgd"], TypeError, r"Schedule\(rule='sgd'\): expected a dictionary such as {\"name\": \"sgd\"}"),
+        ([{"lr": 0.1}, {}, "lr"], TypeError, r"Schedule\(learnt='lr'\): expected a tuple of keys, \('lr',\)"),
+        ([{"lr": 0.1}, {}, (), (), ["head.*"]], TypeError, r"Schedule\(params=\['head"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused_where_it_is_made(given, error, words):
+    with pytest.raises(error, match=words):
+        lh.Schedule(*given)
+
+
+@pytest.mark.parametrize(
+    "values", [0.5, np.float32(0.5), [0.5], torch.tensor(0.5), torch.tensor([0.5]), np.array([0.5])]
+)
+def test_numbers_of_any_form_are_values(values):
+    schedule = lh.Schedule({"lr": values})
+    assert schedule == lh.Schedule({"lr": (0.5,)})
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule.attach(optimizer, steps=4)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_an_unknown_key_names_the_nearest():
     with pytest.raises(KeyError, match="Did you mean 'momentum'"):
         SCHEDULE["momentun"]

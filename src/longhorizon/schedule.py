@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Schedule:
     A schedule has no length of its own: step t of T takes the value of window ⌊t · windows / T⌋, for any T.
 
     Attributes:
-        values: key -> one value per window.
+        values: key -> one value per window; a bare number will do for one.
         rule: the optimizer it was made for: its name and the arguments that were not scheduled.
         learnt: the keys that were learnt.
         in_loss: the keys that the loss reads; the others are arguments of the optimizer.
@@ -43,6 +43,10 @@ class Schedule:
     learnt: tuple[str, ...] = ()
     in_loss: tuple[str, ...] = ()
     params: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_parts(self)
+        object.__setattr__(self, "values", {key: _checked(key, values) for key, values in self.values.items()})
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key not in self.values:
@@ -195,6 +199,35 @@ class Schedule:
         learnt = tuple(key for key, hyper in hypers.items() if hyper.learn)
         params = {key: _recorded(hyper.params) for key, hyper in hypers.items() if hyper.params is not None}
         return cls(given, record, learnt, tuple(k for k in hypers if argument(k) not in rule.defaults), params)
+
+
+def _check_parts(schedule: Schedule) -> None:
+    """Refuse what is no dictionary, or no list, of names."""
+    for part, form in (("values", '{"lr": (0.1, 0.2)}'), ("rule", '{"name": "sgd"}'), ("params", '{"lr": "head.*"}')):
+        given = getattr(schedule, part)
+        if not isinstance(given, Mapping):
+            raise TypeError(f"Schedule({part}={given!r}): expected a dictionary such as {form}.")
+    for key in schedule.values:
+        if not isinstance(key, str) or not argument(key):
+            raise TypeError(f"Schedule(values=…) has the key {key!r}: expected a name such as 'lr' or 'lr/head'.")
+    for part in ("learnt", "in_loss"):
+        given = getattr(schedule, part)
+        if isinstance(given, str):
+            raise TypeError(f"Schedule({part}={given!r}): expected a tuple of keys, ({given!r},).")
+
+
+def _checked(key: str, values: Any) -> tuple[float, ...]:
+    """The values of a key as floats; refuses what are none."""
+    given = values.tolist() if hasattr(values, "tolist") else values  # a tensor, an array
+    listed = [given] if isinstance(given, Real) else given
+    if isinstance(listed, str) or not isinstance(listed, Sequence):
+        raise TypeError(f"the schedule's {key!r} is {values!r}: expected a number, or one per window: (0.1, 0.2).")
+    if not listed:
+        raise ValueError(f"the schedule's {key!r} is {values!r}, which has no value: give one, or leave {key!r} out.")
+    for value in listed:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"the schedule's {key!r} has the value {value!r}: expected numbers, one per window.")
+    return tuple(float(value) for value in listed)
 
 
 class ScheduleScheduler(LRScheduler):
