@@ -246,6 +246,19 @@ def test_attach_refuses_what_would_be_silently_wrong():
         lh.Schedule({"lr": (0.1,)}).attach(optimizer, steps=0)
 
 
+@pytest.mark.parametrize("given", [lambda m: m.parameters(), lambda m: m.named_parameters(), lambda m: m.state_dict()])
+def test_groups_are_made_of_a_model_only(given):
+    with pytest.raises(TypeError, match=r"groups\(model=<\w+>\): expected the model.*: schedule\.groups\(model\)"):
+        SCHEDULE.groups(given(make_model()))
+
+
+@pytest.mark.parametrize("given", [lambda m: m, lambda m: m.parameters(), lambda m: torch.optim.SGD])
+def test_only_an_optimizer_is_attached_to(given):
+    said = r"attach\(optimizer=<\w+>\): expected a torch optimizer, .*SGD\(schedule\.groups\(model\)\)"
+    with pytest.raises(TypeError, match=said):
+        SCHEDULE.attach(given(make_model()), steps=5)
+
+
 class Ours(torch.optim.Adam):
     """Somebody's."""
 

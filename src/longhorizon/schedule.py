@@ -98,6 +98,11 @@ class Schedule:
         >>> [group["param_names"] for group in optimizer.param_groups]
         [['weight'], ['bias']]
         """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"groups(model={_a(model)}): expected the model itself, whose parameters' names say which group they "
+                "belong to: schedule.groups(model)."
+            )
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         keys = [key for key in self.values if key not in self.in_loss]
         _check_known(self, keys)
@@ -236,6 +241,11 @@ class ScheduleScheduler(LRScheduler):
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int, last_epoch: int = -1):
         if isinstance(steps, bool) or not isinstance(steps, int | Integral) or steps < 1:
             raise ValueError(f"attach(steps={steps!r}): expected the number of optimizer steps of the run, at least 1.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"attach(optimizer={_a(optimizer)}): expected a torch optimizer, made before, for instance "
+                "torch.optim.SGD(schedule.groups(model)); to set values by hand, read schedule.value(key, step, steps)."
+            )
         self.schedule, self.steps = schedule, int(steps)
         _warn_of_another_kind(optimizer, schedule)
         self.plan = _plan(optimizer, schedule)
@@ -295,6 +305,11 @@ class ScheduleScheduler(LRScheduler):
             moved = "momentum" in keys and any(self.schedule.values[keys["momentum"]])
             if group.get("momentum") == 0 and (moved or group.get("dampening")):
                 _put(group, "momentum", sys.float_info.min)  # at 0 torch has neither buffer nor dampening; see `sgd`
+
+
+def _a(given: object) -> str:
+    """What kind of thing was given; the thing itself may fill pages."""
+    return f"<{given.__name__}>" if isinstance(given, type) else f"<{type(given).__name__}>"
 
 
 def _put(group: dict[str, Any], arg: str, value: Any) -> None:
