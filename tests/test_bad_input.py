@@ -100,17 +100,17 @@ CALLS = {
     "NaN in the data": (
         {"task": task(train=stream(spoilt(math.nan), 8))},
         ValueError,
-        r"Task.loss is nan on the first train batch with fresh weights, before any step: look for NaN",
+        r"Task.loss is nan on the first batch of Task.train with fresh weights, before any step: look for NaN",
     ),
     "infinite loss": (
         {"task": task(loss=lambda model, batch: classify(model, batch) / 0)},
         ValueError,
-        r"Task.loss is inf on the first train batch",
+        r"Task.loss is inf on the first batch of Task.train",
     ),
     "NaN in the validation data": (
         {"task": task(val=held_out(spoilt(math.nan)))},
         ValueError,
-        r"Task.loss is nan on the first val batch with fresh weights",
+        r"Task.loss is nan on the first batch of Task.val with fresh weights",
     ),
     "cut off, and made to require a gradient": (
         {"task": task(loss=lambda model, batch: classify(model, batch).detach().requires_grad_())},
@@ -288,22 +288,22 @@ CALLS = {
     "train batch in place": (
         {"task": task(loss=halving, val_loss=classify)},
         ValueError,
-        r"Task.loss or the model changes a train batch in place.*write it out of place",
+        r"Task.loss or the model changes a batch of Task.train in place.*write it out of place",
     ),
     "val batch in place": (
         {"task": task(val_loss=halving)},
         ValueError,
-        r"Task.val_loss or the model changes a val batch in place",
+        r"Task.val_loss or the model changes a batch of Task.val in place",
     ),
     "metrics in place": (
         {"task": task(metrics=lambda model, batch: {"loss": halving(model, batch)})},
         ValueError,
-        r"Task.metrics or the model changes a val batch in place",
+        r"Task.metrics or the model changes a batch of Task.val in place",
     ),
     "first layer in place": (
         {"task": task(model=lambda: nn.Sequential(nn.ReLU(inplace=True), *mlp()))},
         ValueError,
-        r"changes a train batch in place.*inplace=True",
+        r"changes a batch of Task.train in place.*inplace=True",
     ),
     "gradient hook": (
         {"task": task(model=hooked("register_hook"))},
@@ -353,7 +353,7 @@ CALLS = {
     "vector val_loss": (
         {"task": task(val_loss=lambda model, batch: model(batch[0]).sum(0))},
         ValueError,
-        r"Task.val_loss returned shape \(3,\).*on a val batch",
+        r"Task.val_loss returned shape \(3,\).*on a batch of Task.val",
     ),
     "vector metric": (
         {"task": task(metrics=lambda model, batch: {"right": model(batch[0]).sum(0)})},

@@ -363,7 +363,7 @@ def test_a_value_that_makes_the_loss_no_number_is_gone_back_from_after_a_stop_to
         tune(**settings, dir=tmp_path / "r", outer_steps=stop)
     found = tune(**settings, dir=tmp_path / "r").history
     assert [without_clock(record) for record in found] == [without_clock(record) for record in calm]
-    with pytest.raises(ValueError, match=r"Task.loss is nan on the first train batch with fresh weights"):
+    with pytest.raises(ValueError, match=r"Task.loss is nan on the first batch of Task.train with fresh weights"):
         tune(**settings | {"hypers": {"lr": lh.Hyper(0.1), "a": lh.Hyper(-0.05, step=0.1)}}, dir=tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 

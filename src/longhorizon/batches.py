@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longhorizon import seeds, tree
+from longhorizon.task import USUAL, Called
 
 
 class Batches:
@@ -20,15 +21,16 @@ class Batches:
         train: the task's `train`.
         seed: the run's seed.
         steps: how many batches the run reads.
+        called: what to call `train` in messages.
     """
 
-    def __init__(self, train: Callable[[int], Iterable[Any]], seed: int, steps: int):
-        self._train, self._seed, self._steps = train, seed, steps
+    def __init__(self, train: Callable[[int], Iterable[Any]], seed: int, steps: int, called: Called = USUAL):
+        self._train, self._seed, self._steps, self._called = train, seed, steps, called
         self._kept: dict[int, Any] | None = None
         self._restart()
         length = len(self._source) if self.is_sequence and hasattr(self._source, "__len__") else steps
         if length < steps:
-            raise _ended(seed, length, steps)
+            raise self._ended(length)
 
     @property
     def is_sequence(self) -> bool:
@@ -50,7 +52,7 @@ class Batches:
             except IndexError:
                 if hasattr(self._source, "__len__"):  # long enough: the error is the user's own
                     raise
-                raise _ended(self._seed, step, self._steps) from None
+                raise self._ended(step) from None
         if step < self._cursor:  # an iterable cannot go back: start it again
             self._restart()
         while True:
@@ -58,7 +60,7 @@ class Batches:
             try:
                 batch = next(self._iterator)
             except StopIteration:
-                raise _ended(self._seed, self._cursor, self._steps) from None
+                raise self._ended(self._cursor) from None
             self._cursor += 1
             if self._kept is not None:
                 self._kept[self._cursor - 1] = batch
@@ -67,11 +69,22 @@ class Batches:
 
     def _restart(self) -> None:
         seeds.seed_all(seeds.mix(self._seed, seeds.FETCH))
-        self._source: Any = self._train(self._seed)
+        try:
+            self._source: Any = self._train(self._seed)
+        except Exception as error:
+            error.add_note(f"This was the call of Task.{self._called.train}({self._seed}).")
+            raise
         if not hasattr(self._source, "__getitem__") and not hasattr(self._source, "__iter__"):
-            raise TypeError(f"Task.train returned {type(self._source).__name__}: expected batches, in an iterable.")
+            found = type(self._source).__name__
+            raise TypeError(f"Task.{self._called.train} returned {found}: expected batches, in an iterable.")
         self._iterator = iter(()) if self.is_sequence else iter(self._source)
         self._cursor = 0
+
+    def _ended(self, got: int) -> ValueError:
+        return ValueError(
+            f"Task.{self._called.train}({self._seed}) ended after {got} batches, but the run has steps={self._steps} "
+            f"and needs one each (no batch for step {got}); make the stream repeat, or {self._called.fewer}."
+        )
 
 
 def joined(streams: Sequence[Batches], steps: Sequence[int]) -> Any:
@@ -108,10 +121,3 @@ def free_memory(device: torch.device) -> int:
 def device_of(params: dict[str, Tensor]) -> torch.device:
     """Where a model lives."""
     return next(iter(params.values())).device
-
-
-def _ended(seed: int, got: int, steps: int) -> ValueError:
-    return ValueError(
-        f"Task.train({seed}) ended after {got} batches, but the run has steps={steps} and needs one each "
-        f"(no batch for step {got}); make the stream repeat, or lower `steps`."
-    )

@@ -15,7 +15,7 @@ from longhorizon.functional import Buffers, Functional
 from longhorizon.hypers import Hyper, argument, check_hypers, check_values, nearest, window_of
 from longhorizon.inner import Hypers, Inner, State, fitted, make_groups
 from longhorizon.rules import Params, Rule
-from longhorizon.task import Task
+from longhorizon.task import USUAL, Called, Task
 from longhorizon.traces import Traces
 
 
@@ -42,6 +42,7 @@ class Problem:
     val: list[Any]
     traces: Traces
     reach: dict[str, Tensor] | None = None  # γ: how far the outer step will move each value, where it is known
+    called: Called = USUAL
     runs: int = 1  # training runs of this shape that are to be expected, this one included: what compiling pays for
 
     def __post_init__(self) -> None:
@@ -146,8 +147,8 @@ class Problem:
             if i == 0 or isinstance(error, NotDifferentiable | torch.OutOfMemoryError):
                 raise
             raise RuntimeError(
-                f"Task.val({self.seed}) has a batch {i} (from 0) on which validation failed, after {step} steps of "
-                f"training: {error} Batch 0 was fine; make all of one kind."
+                f"{self.called.judged_on(self.seed)} has a batch {i} (from 0) on which validation failed, after {step} "
+                f"steps of training: {error} Batch 0 was fine; make all of one kind."
             ) from error
 
     def _judged(self, state: State, batch: Any, hypers: Hypers) -> tuple[Tensor, list[Tensor]]:
@@ -204,11 +205,13 @@ def make_problem(
     seed: int,
     values: Mapping[str, Any] | None = None,
     traces: Traces | None = None,
+    called: Called = USUAL,
 ) -> Problem:
     """Check everything that can be checked before the first step, and gather it.
 
     Args:
         traces: of earlier runs, to be used again where they fit.
+        called: what to call the parts of the task in messages.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the remedy.
@@ -226,15 +229,23 @@ def make_problem(
     if not isinstance(traces, Traces):
         raise TypeError(f"traces={traces!r}: expected a Traces, to be shared with other calls, or None.")
     inner = traces.shared(task, inner)
-    batches = Batches(task.train, seed, steps)
+    batches = Batches(task.train, seed, steps, called)
     seeds.seed_all(seeds.mix(seed, seeds.VALIDATE))
-    given = task.val(seed)
+    try:
+        given = task.val(seed)
+    except Exception as error:
+        error.add_note(f"This was the call of {called.judged_on(seed)}.")
+        raise
     if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):
-        raise TypeError(f"Task.val({seed}) returned {type(given).__name__}: expected a list of batches.")
+        raise TypeError(f"{called.judged_on(seed)} returned {type(given).__name__}: expected a list of batches.")
     val = list(given)
     if not val:
-        raise ValueError(f"Task.val({seed}) returned no batches: the validation loss needs at least one.")
-    problem = Problem(task, rule, dict(hypers), int(steps), seed, chosen, inner, inner.start(), batches, val, traces)
+        what = "test" if called.val == "test" else "validation"
+        raise ValueError(f"{called.judged_on(seed)} returned no batches: the {what} loss needs at least one.")
+    start = inner.start()
+    problem = Problem(
+        task, rule, dict(hypers), int(steps), seed, chosen, inner, start, batches, val, traces, called=called
+    )
     cuda.check_precision(problem.dtype)
     _check_batch(problem)
     known = (task.train, task.val, list(hypers))
@@ -310,14 +321,14 @@ def _check_batch(problem: Problem) -> None:
     """A batch is the same whenever it is asked for."""
     if problem.batches.is_sequence and not tree.equal(problem.batch(0), problem.batch(0)):
         raise ValueError(
-            f"Task.train({problem.seed})[0] gave two different batches: draw randomness from the seed or from torch, "
-            "numpy or random, which are seeded for every step."
+            f"Task.{problem.called.train}({problem.seed})[0] gave two different batches: draw randomness from the seed "
+            "or from torch, numpy or random, which are seeded for every step."
         )
 
 
 def _check_losses(problem: Problem) -> None:
     """Call both losses once: scalar, floating point, trainable, and every hyperparameter of the loss is read."""
-    functional, state = problem.inner.functional, problem.start
+    functional, state, called = problem.inner.functional, problem.start, problem.called
     params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
     own = list(params.values())
     read: dict[str, set[str]] = {}
@@ -326,30 +337,32 @@ def _check_losses(problem: Problem) -> None:
         ("val", problem.val[0], problem.task.val_loss or problem.task.loss),
     ):
         name = "loss" if loss is problem.task.loss else "val_loss"
+        source = f"Task.{called.train if part == 'train' else called.val}"
         problem.seed_step(0)
         generators, versions, recorder = seeds.torch_state(), _versions(batch), Recorder(problem.hypers_at(0))
         try:
             with torch.set_grad_enabled(part == "train"):
                 value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
         except Exception as error:
-            say = "; Task.val has to return a list of batches, not one of them" if part == "val" else ""
-            error.add_note(f"This was the first {part} batch, given to Task.{name}{say}.")
+            say = f"; {source} has to return a list of batches, not one of them" if part == "val" else ""
+            error.add_note(f"This was the first batch of {source}, given to Task.{name}{say}.")
             raise
-        _check_unchanged(name, part, batch, versions)
+        _check_unchanged(name, source, batch, versions)
         read[part] = recorder.read
         if part == "train":
             problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
-            raise TypeError(f"Task.{name} returned {type(value).__name__} on a {part} batch: expected a scalar tensor.")
+            found = type(value).__name__
+            raise TypeError(f"Task.{name} returned {found} on a batch of {source}: expected a scalar tensor.")
         if value.ndim != 0 or not value.is_floating_point():
             raise ValueError(
-                f"Task.{name} returned shape {tuple(value.shape)}, {value.dtype}, on a {part} batch: "
+                f"Task.{name} returned shape {tuple(value.shape)}, {value.dtype}, on a batch of {source}: "
                 "expected a scalar of floating point; take the mean."
             )
         if bool(value.isnan()) or (part == "train" and bool(value.isinf())):
             problem.unfit = problem.unfit or (
-                f"Task.{name} is {value.item():g} on the first {part} batch with fresh weights, before any step: look "
-                "for NaN and infinity in the data, and for what the loss makes of them."
+                f"Task.{name} is {value.item():g} on the first batch of {source} with fresh weights, before any step: "
+                "look for NaN and infinity in the data, and for what the loss makes of them."
             )
         if part == "train" and not any(getattr(node, "variable", None) is p for node in nodes([value]) for p in own):
             raise NotDifferentiable(
@@ -374,11 +387,11 @@ def _versions(batch: Any) -> list[int]:
     return [x._version for x in tree.leaves(batch) if not x.is_inference()]
 
 
-def _check_unchanged(name: str, part: str, batch: Any, versions: list[int]) -> None:
+def _check_unchanged(name: str, source: str, batch: Any, versions: list[int]) -> None:
     if _versions(batch) != versions:
         raise ValueError(
-            f"Task.{name} or the model changes a {part} batch in place, and a batch is used more than once: write "
-            "it out of place, x / 2 for x.div_(2), and leave inplace=True out of the first layer."
+            f"Task.{name} or the model changes a batch of {source} in place, and a batch is used more than once: "
+            "write it out of place, x / 2 for x.div_(2), and leave inplace=True out of the first layer."
         )
 
 
@@ -415,8 +428,13 @@ def _check_metrics(problem: Problem) -> None:
     state = problem.start
     buffers = {name: b.clone() for name, b in state.buffers.items()}  # a model may write into its own
     versions = _versions(problem.val[0])
-    found: Any = problem.inner.functional.measure(state.params, buffers, problem.val[0])
-    _check_unchanged("metrics", "val", problem.val[0], versions)
+    source = f"Task.{problem.called.val}"
+    try:
+        found: Any = problem.inner.functional.measure(state.params, buffers, problem.val[0])
+    except Exception as error:
+        error.add_note(f"This was the first batch of {source}, given to Task.metrics.")
+        raise
+    _check_unchanged("metrics", source, problem.val[0], versions)
     if not isinstance(found, Mapping):
         raise TypeError(f"Task.metrics returned {type(found).__name__}: expected a dictionary, e.g. {{'accuracy': …}}.")
     for name, value in found.items():

@@ -18,7 +18,7 @@ from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem, check_parts, environment, make_problem
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
-from longhorizon.task import Task
+from longhorizon.task import Called, Task
 from longhorizon.traces import Traces
 
 
@@ -85,7 +85,6 @@ def retrain(
     check_parts(task, rule)
     if task.test is None:
         raise ValueError("retrain needs data that nothing has seen: give Task(test=lambda: [batches]).")
-    test = task.test
     for key in schedule.keys():  # noqa: SIM118 - a Schedule is no mapping
         if key not in hypers:
             raise ValueError(
@@ -100,13 +99,13 @@ def retrain(
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError(f"retrain(seeds={seeds!r}): expected at least one.")
-    whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
+    whole, called = whole_of(task)
     total = steps * len(chosen) if traces is None else compile.WORTH_COMPILING  # who shares traces runs often
     traces = Traces() if traces is None else traces
     losses: list[float] = []
     metrics: dict[str, list[float]] = {}
     with environment(precision):
-        makes = [partial(make_problem, whole, rule, hypers, steps, seed, values, traces) for seed in chosen]
+        makes = [partial(make_problem, whole, rule, hypers, steps, seed, values, traces, called) for seed in chosen]
         for seed, (problem, state) in zip(chosen, trained(makes, total, progress), strict=True):
             losses.append(float(problem.validation_loss(state, steps)))
             measured = problem.measure(state.params, state.buffers)
@@ -116,6 +115,14 @@ def retrain(
                 on_seed(seed, {"loss": losses[-1], **measured})
     last = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)  # of its own, not of a row of runs
     return Retrained(chosen, losses, metrics, last.params, last.buffers)
+
+
+def whole_of(task: Task, fewer: str = "train for fewer steps") -> tuple[Task, Called]:
+    """The task of a test, trained on `full` and judged on `test`, and what messages call its parts."""
+    assert task.test is not None
+    test = task.test
+    whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
+    return whole, Called("train" if task.full is None else "full", "test", fewer)
 
 
 def trained(

@@ -63,6 +63,27 @@ class Task:
         return takes_hypers(self.loss)
 
 
+@dataclass(frozen=True)
+class Called:
+    """What messages call the parts of a run; a test trains on `full` and is judged on `test`.
+
+    Attributes:
+        train, val: the parts of the task that the run trains on and is judged on.
+        fewer: what to do for a run of fewer steps.
+    """
+
+    train: str = "train"
+    val: str = "val"
+    fewer: str = "lower `steps`"
+
+    def judged_on(self, seed: int) -> str:
+        """The call that made the batches a run is judged on; a test has no seed."""
+        return f"Task.{self.val}({'' if self.val == 'test' else seed})"
+
+
+USUAL = Called()
+
+
 def takes_hypers(loss: Loss) -> bool:
     """Whether a loss takes `(model, batch, hypers)` rather than `(model, batch)`."""
     try:

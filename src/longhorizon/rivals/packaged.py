@@ -1,13 +1,14 @@
 """Optimizers that need no tuning, from other packages: trained once with their own defaults."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from longhorizon.cuda import Precision
 from longhorizon.hypers import argument
 from longhorizon.problem import environment, make_problem
+from longhorizon.retraining import whole_of
 from longhorizon.rivals.arena import Arena, Setup, Trial
 from longhorizon.rivals.space import Setting, hypers_for
 from longhorizon.rivals.training import Counter, TorchTraining, judge
@@ -90,15 +91,12 @@ def retrain_packaged(
 
     A training that diverged has an infinite loss, and None for every metric.
     """
-    task = setup.task
-    assert task.test is not None
-    test = task.test
-    whole = replace(task, train=task.full or task.train, val=lambda seed: test(), val_mode="eval")
+    whole, called = whole_of(setup.task)
     hypers = hypers_for(own_settings(setup), setup.hypers, setup.rule, setup.steps)
     judgements = []
     with environment(precision):
         for number, seed in enumerate(seeds):
-            problem = make_problem(whole, setup.rule, hypers, setup.steps, seed)
+            problem = make_problem(whole, setup.rule, hypers, setup.steps, seed, called=called)
             training = TorchTraining(problem, Counter(), OPTIMIZERS[name][1])
             while training.t < setup.steps and training.failed is None:
                 training.advance()
