@@ -174,7 +174,7 @@ def loss(model, batch, hypers):
 def test():
     with open("calls", "a") as file:
         file.write(".")
-    if os.path.getsize("calls") == 3:  # two trainings of the learnt schedule are behind it
+    if os.path.getsize("calls") == 4:  # a first look and two trainings of the learnt schedule are behind it
         raise KeyboardInterrupt
     return [x]
 
@@ -199,13 +199,67 @@ def test_what_is_tested_is_kept_and_a_learnt_loss_compared(tmp_path):
     whole = json.loads((tmp_path / "run/result.json").read_text())
     assert len(whole["test"]) == 4
     assert whole["test"]["learnt"] == stopped["test"]["learnt"]
-    assert len((tmp_path / "calls").read_text()) == 3 + 2 * 3  # nothing is trained twice
+    assert len((tmp_path / "calls").read_text()) == 4 + 1 + 2 * 3  # nothing is trained twice
 
     done = call("resume", "run", cwd=tmp_path)
-    assert len((tmp_path / "calls").read_text()) == 9
+    assert len((tmp_path / "calls").read_text()) == 12  # a first look
     assert json.loads((tmp_path / "run/result.json").read_text()) == whole
     assert "testing" not in done.stderr
     assert "test, cosine" in done.stdout
+
+
+TRIED = """
+import os, torch, longhorizon as lh
+x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+
+def make(test=None, **parts):
+    loss = lambda model, batch: (model(batch) - 1).square().mean()
+    return lh.Task(lambda: torch.nn.Linear(3, 1), loss, lambda seed: [x] * 30, lambda seed: [x], test=test, **parts)
+
+def sound():
+    return make(lambda: [x])
+
+def no_list():
+    return make(lambda: (8, x))
+
+def double():
+    return make(lambda: [x.double()])
+
+def late():
+    return make(lambda: [x] if os.path.exists("mended") else [x, x.double()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "words"),
+    [
+        ("no_list", [], "first batch of Task.test, given to Task.loss; Task.test has to return a list of batches"),
+        ("double", [], "This was the first batch of Task.test"),
+        (
+            "sound",
+            ["--test-steps", 100],
+            "30 batches, but the run has steps=100 and needs one each (no batch for step "
+            "30); make the stream repeat, or lower `test_steps`. The test at the end would",
+        ),
+    ],
+)
+def test_a_test_that_would_fail_is_refused_before_tuning(tmp_path, task, more, words):
+    (tmp_path / "mine.py").write_text(TRIED)
+    given = ["tune", "--task", f"mine:{task}", *SMALL, "--dir", "run"]
+    assert words in call(*given, "--test-seeds", 1, *more, cwd=tmp_path, code=1).stderr
+    assert not (tmp_path / "run").exists()
+    call(*given, *more, cwd=tmp_path)  # there is no test
+
+
+def test_a_test_that_fails_late_says_that_it_alone_is_done_again(tmp_path):
+    (tmp_path / "mine.py").write_text(TRIED)
+    said = call("tune", "--task", "mine:late", "--dir", "run", *SMALL, "--test-seeds", 1, cwd=tmp_path, code=1).stderr
+    assert "Task.test() has a batch 1 (from 0)" in said
+    assert "the schedule is in run/schedule.json. Test it again, without tuning, with: longhorizon resume run" in said
+    (tmp_path / "mended").touch()
+    journal = (tmp_path / "run/journal.jsonl").read_bytes()
+    assert "test, learnt" in call("resume", "run", cwd=tmp_path).stdout
+    assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
 
 
 def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from rivals_task import (
     EPOCH,
     HYPERS,
     STEPS,
+    X,
+    Y,
     compare,
     counted_task,
     loss,
@@ -640,11 +643,44 @@ def test_a_trial_that_cannot_go_on_from_its_rung_costs_nothing_more(tmp_path):
     assert (crashed.trial, crashed.steps, crashed.cost, crashed.counted) == (0, 18, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"test": lambda: (X[:10], Y[:10])}, "Task.test has to return a list of batches"),
+        ({"test": lambda seed: [(X, Y)]}, r"This was the call of Task.test\(\)"),
+        ({"test": lambda: []}, r"Task.test\(\) returned no batches"),
+        ({"test": lambda: [(X.double(), Y)]}, "This was the first batch of Task.test, given to Task.loss"),
+        ({"test": lambda: [(X * math.nan, Y)]}, "Task.loss is nan on the first batch of Task.test"),
+        ({"test": lambda: [(X, Y, 0)], "metrics": lambda m, b: {"n": 1.0 / (3 - len(b))}}, "given to Task.metrics"),
+        ({"full": lambda seed: [(X, Y)] * 3}, r"Task.full\(0\) ended after 3 batches.*lower `steps`"),
+    ],
+)
+def test_a_test_that_would_fail_is_refused_before_any_work(tmp_path, wrong, words):
+    task = make_task(**wrong)
+    with pytest.raises((TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError)) as caught:
+        compare(tmp_path / "r", task, methods=["cosine"])
+    said = " ".join([str(caught.value), *caught.value.__notes__])
+    assert re.search(words, said)
+    assert said.endswith("The test at the end would fail so; its first batches were tried before any other work.")
+    assert not (tmp_path / "r").exists()
+    assert compare(tmp_path / "r", task, methods=["cosine"], test="none").evaluations
+
+
+def test_a_test_that_would_be_too_long_names_train_steps():
+    with pytest.raises(ValueError, match="lower `train_steps`"):
+        compare(methods=["cosine"], steps=6, train_steps=2 * STEPS)
+
+
 @pytest.mark.parametrize("method", ["cosine", "schedulefree"])
 @pytest.mark.parametrize("kind", [KeyError, OSError, AssertionError])
 def test_a_test_that_fails_in_any_way_does_not_end_the_comparison(method, kind):
+    calls = []
+
     def test():
-        raise kind("no test data here")
+        calls.append(1)
+        if len(calls) > 1:  # after a first look
+            raise kind("no test data here")
+        return make_task().test()
 
     found = compare(task=make_task(test=test), methods=[method])
     assert [t.status[: len(kind.__name__) + 9] for t in found.tests] == [f"crashed: {kind.__name__}"]

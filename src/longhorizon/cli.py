@@ -25,6 +25,7 @@ from longhorizon.cli_windows import windows
 from longhorizon.console import arriving, make_display
 from longhorizon.outer_step import OuterStep
 from longhorizon.recipe import Recipe, RecipeError
+from longhorizon.retraining import check_test
 from longhorizon.tuning import Tuning
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
@@ -257,6 +258,9 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
     # Settled now and written down: another number of threads may round differently.
     chosen = replace(chosen, threads=recipes.threads_of(chosen, task))
     torch.set_num_threads(chosen.threads)
+    if task.test is not None and chosen.test_seeds:
+        steps, fewer = chosen.test_steps or max(horizons), f"lower `{'test_steps' if chosen.test_steps else 'steps'}`"
+        check_test(task, rule, hypers, steps, fewer=fewer, precision=chosen.precision)  # type: ignore[arg-type]
     recorders = _recorders(chosen, hypers, path, tensorboard, optuna_storage)
     shown = False
     done: set[int] = set()  # outer steps of this process
@@ -314,6 +318,12 @@ def _tune(chosen: Recipe, path: Path, as_json: bool, tensorboard: bool, optuna_s
             f"stopped while testing; what is tested, and the schedule, are in {path}. "
             f"Test the rest with: longhorizon resume {path}"
         ) from None
+    except Exception as error:
+        error.add_note(
+            f"The test failed, and no more than that: the schedule is in {path / 'schedule.json'}. "
+            f"Test it again, without tuning, with: longhorizon resume {path}"
+        )
+        raise
     conclude(result, tuned, path, as_json)
 
 

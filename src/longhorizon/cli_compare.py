@@ -165,7 +165,7 @@ def run(
         show.stop()
         raise lh.Interrupted(stop.where, f"go on with: longhorizon resume {path}") from None
     except (TypeError, ValueError) as error:
-        raise RecipeError(str(error)) from error
+        raise RecipeError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error
     finally:
         show.stop()
     result = result_of(found, time.monotonic() - began)

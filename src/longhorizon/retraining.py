@@ -15,7 +15,7 @@ from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
 from longhorizon.inner import State
 from longhorizon.lanes import Lanes, at_once
-from longhorizon.problem import Problem, check_parts, environment, make_problem
+from longhorizon.problem import Problem, check_parts, environment, make_problem, refuse_unfit
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
 from longhorizon.task import Called, Task
@@ -91,11 +91,8 @@ def retrain(
                 f"retrain: the schedule has {key!r}, which `hypers` lacks: "
                 "add it there as it was learnt, or leave it out of the schedule."
             )
-    values = {key: torch.as_tensor(schedule[key], dtype=torch.float64).reshape(-1) for key in hypers}
-    for key, v in values.items():
-        if isinstance(steps, int) and 0 < steps < len(v):  # a window that no step lies in
-            values[key] = v[[window_of(step, steps, len(v)) for step in range(steps)]]
-            hypers = {**hypers, key: replace(hypers[key], start=values[key].tolist(), windows=steps)}
+    given = {key: torch.as_tensor(schedule[key], dtype=torch.float64).reshape(-1) for key in hypers}
+    hypers, values = _with_steps_for_all_windows(hypers, given, steps)
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not chosen:
         raise ValueError(f"retrain(seeds={seeds!r}): expected at least one.")
@@ -115,6 +112,49 @@ def retrain(
                 on_seed(seed, {"loss": losses[-1], **measured})
     last = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)  # of its own, not of a row of runs
     return Retrained(chosen, losses, metrics, last.params, last.buffers)
+
+
+def check_test(
+    task: Task,
+    rule: Rule,
+    hypers: Mapping[str, Hyper],
+    steps: int,
+    *,
+    fewer: str = "lower `steps`",
+    precision: Precision = "float32",
+) -> None:
+    """Refuse what a test would fail on, before the hours of work that it comes after.
+
+    Tried are the list of test batches, the loss and the metrics on its first, the loss on the first training batch, and
+    the length of a stream that has one. Other batches and streams are seen by the test alone.
+
+    Args:
+        task: with `test`.
+        rule, hypers: what is to be learnt.
+        steps: of a training run of the test.
+        fewer: what to do for a test of fewer steps.
+        precision: as for `retrain`.
+    """
+    whole, called = whole_of(task, fewer)
+    hypers, values = _with_steps_for_all_windows(hypers, {key: h.values() for key, h in hypers.items()}, steps)
+    try:
+        with environment(precision):
+            refuse_unfit(make_problem(whole, rule, hypers, steps, 0, values, called=called))
+    except Exception as error:
+        error.add_note("The test at the end would fail so; its first batches were tried before any other work.")
+        raise
+
+
+def _with_steps_for_all_windows(
+    hypers: Mapping[str, Hyper], values: Mapping[str, Tensor], steps: int
+) -> tuple[Mapping[str, Hyper], dict[str, Tensor]]:
+    """Without the windows that no step of a short run lies in."""
+    kept = dict(values)
+    for key, v in values.items():
+        if isinstance(steps, int) and 0 < steps < len(v):
+            kept[key] = v[[window_of(step, steps, len(v)) for step in range(steps)]]
+            hypers = {**hypers, key: replace(hypers[key], start=kept[key].tolist(), windows=steps)}
+    return hypers, kept
 
 
 def whole_of(task: Task, fewer: str = "train for fewer steps") -> tuple[Task, Called]:

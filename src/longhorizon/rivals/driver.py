@@ -16,6 +16,7 @@ from longhorizon.engines import Engine
 from longhorizon.hypers import Hyper
 from longhorizon.outer_step import plain
 from longhorizon.problem import environment, make_problem
+from longhorizon.retraining import check_test
 from longhorizon.rivals import registry, workers
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
 from longhorizon.rivals.blackbox import BlackBox
@@ -127,7 +128,8 @@ def compare(
     Raises:
         Interrupted: after Ctrl-C or SIGTERM, when all is saved; call again to go on.
         ImportError: for a method whose package is missing, with the extra to install.
-        ValueError: for bad input or a budget too small for one trial, before any work.
+        ValueError: for bad input, test data that cannot be tested on or a budget too small for one trial, before any
+            work.
     """
     tuning = Tuning(  # checks, before anything is written
         task,
@@ -180,6 +182,9 @@ def compare(
         method.check(setup)
     with environment(precision):
         tuning.prepare()
+        if test != "none" and task.test is not None:
+            fewer = f"lower `{'steps' if train_steps is None else 'train_steps'}`"
+            check_test(task, rule, tuning.hypers, setup.steps, fewer=fewer, precision=precision)
         _check_budget(setup, wanted, limit, budget)
         for method in wanted:
             method.warm()
