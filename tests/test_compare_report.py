@@ -224,10 +224,10 @@ def test_equal_settings_are_tested_once(tmp_path, monkeypatch):
     assert [t.seed for t in testing.read_tests(tmp_path / "r/tests.jsonl")] == [0, 1, 2]
 
 
-def call(*words):
+def call(*words, code=0):
     """A command line, in this process."""
     done = CliRunner().invoke(cli, [str(w) for w in words])
-    assert done.exit_code == 0, done.output + repr(done.exception)
+    assert done.exit_code == code, done.output + repr(done.exception)
     return done
 
 
@@ -315,6 +315,60 @@ def test_the_command_line_stops_and_goes_on(tmp_path, monkeypatch):
     assert f"r is a comparison; this is what won it: {won}, seed 0, trial" in exported.stderr
     best = [e for e in Ledger(tmp_path / "r/journal.jsonl").all() if e.method == won and e.best][-1]
     assert {k: v["values"] for k, v in json.loads(exported.stdout)["hypers"].items()} == best.values
+
+
+LATE = """
+import os
+from rivals_task import X, Y, make_task
+
+def make():
+    return make_task(test=lambda: [(X, Y)] if os.path.exists("mended") else [(X, Y), (X.double(), Y)])
+"""
+
+
+def test_a_test_that_fails_is_said_and_tried_again(tmp_path, monkeypatch):
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "r.toml").write_text(RECIPE.replace("rivals_task:make_task", "late:make"))
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "r.toml", "--methods", "cosine,multistep", "--budget", "1 runs", "--dir", "r"]
+    done = call(*words, code=1)
+    why = "crashed: RuntimeError: Task.test() has a batch 1 (from 0)"
+    assert re.search(r"^method +validation accuracy", done.stdout, re.M)
+    assert f"2 of 2 tests FAILED, as of cosine, seed 0: {why}" in done.stdout
+    assert "test again with: longhorizon resume r" in done.stdout
+    failed = json.loads((tmp_path / "r/result.json").read_text())["failed_tests"]
+    assert [t["method"] for t in failed] == ["cosine", "multistep"]
+    page = write_page(tmp_path / "r").read_text()
+    assert "Tests failed with an error" in page
+    assert f"test {why}" in page
+    assert json.loads(call("resume", "r", "--json", code=1).stdout)["failed_tests"]  # and no evaluation again
+    call(*words, "--test", "none")  # asks for no test
+
+    (tmp_path / "mended").touch()
+    done = call(*words)
+    assert re.search(r"^method +test accuracy", done.stdout, re.M)
+    assert "FAILED" not in done.stdout
+    assert "Tests failed" not in write_page(tmp_path / "r").read_text()
+    assert [t.status for t in testing.read_tests(tmp_path / "r/tests.jsonl")] == ["ok", "ok"]
+
+
+def test_a_test_that_fails_is_tried_once_in_a_call_and_again_in_the_next(tmp_path, monkeypatch):
+    calls, real = [], testing.retrain
+
+    def retrain(*given, **more):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError("the disk went away")
+        return real(*given, **more)
+
+    monkeypatch.setattr(testing, "retrain", retrain)
+    settings = {"methods": ["cosine", "multistep", "constant"], "budget": "1 runs"}
+    found = compare(tmp_path / "r", **settings)
+    assert [(t.method, t.status) for t in found.failed] == [("cosine", "crashed: OSError: the disk went away")]
+    assert len(calls) == 3
+    again = compare(tmp_path / "r", **settings)
+    assert (len(calls), again.failed) == (4, [])
+    assert head(again.table())[1] == "test accuracy"
 
 
 def test_a_comparison_that_has_no_schedule_says_why(tmp_path):

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 import tomllib
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from longhorizon.console import arriving
 from longhorizon.outer_step import plain
 from longhorizon.recipe import Recipe, RecipeError
 from longhorizon.rivals.arena import Arena
-from longhorizon.rivals.driver import KIND, Watcher, result_of
+from longhorizon.rivals.driver import KIND, Comparison, Watcher, result_of
 from longhorizon.rivals.ledger import Evaluation, Ledger, incumbents
 from longhorizon.rivals.page import head, words
 from longhorizon.rivals.registry import USUAL
@@ -172,7 +173,14 @@ def run(
     lh.RunDirectory(path).save_json("result.json", plain(result))
     if as_json:
         print(json.dumps({"event": "result", "dir": str(path), **plain(result)}))
-        return
+    else:
+        _show(found, path)
+    if found.failed:
+        sys.exit(1)
+
+
+def _show(found: Comparison, path: Path) -> None:
+    """The table, and which tests failed."""
     rows = found.table()
     cells = [head(rows), *(words(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
@@ -180,6 +188,11 @@ def run(
         print(
             "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         )
+    for why, count in Counter(t.status for t in found.failed).items():
+        one = next(t for t in found.failed if t.status == why)
+        print(f"{count} of {len(found.tests)} tests FAILED, as of {one.method}, seed {one.seed}: {why}")
+    if found.failed:
+        print(f"so the scores are of validation; when that is mended, test again with: longhorizon resume {path}")
     print(f"all of it is in {path}")
     print(f"look at it:  longhorizon report {path}")
 

@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.methods import Method
 from longhorizon.rivals.regret import Row, table
-from longhorizon.rivals.testing import Tested, Which, read_tests, try_all
+from longhorizon.rivals.testing import Key, Tested, Which, read_tests, to_test, try_all
 from longhorizon.rules import Rule
 from longhorizon.run import settings_of
 from longhorizon.rundir import RunDirectory
@@ -46,12 +46,15 @@ class Comparison:
         tests: of the settings that were the best of their method and seed at some time.
         gave_up: methods that ended before their time, and why, as "METHOD-SEED".
         dir: where it is on disk, if anywhere.
+        failed: tests that were asked for and failed with an error, so that all scores are those of validation; the same
+            call again tries them again.
     """
 
     evaluations: list[Evaluation]
     tests: list[Tested]
     gave_up: dict[str, str]
     dir: Path | None = None
+    failed: list[Tested] = field(default_factory=list)
 
     def table(self) -> list[Row]:
         """A row per method: test scores, regret, time to zero regret, steps."""
@@ -220,7 +223,7 @@ class _Run:
     ):
         self.setup, self.methods, self.limit, self.dir = setup, methods, limit, dir
         self.precision, self.checkpoint_seconds, self.watcher = precision, checkpoint_seconds, watcher
-        self._traces = Traces()  # of the tests
+        self._traces, self._tried = Traces(), set[Key]()  # of the tests
         self.ledger, self.gave_up = Ledger(dir / "journal.jsonl"), dict[str, str]()
 
     def all(self, seed: int, repeats: int, count: int, test: Which, test_seeds: int, keep: bool = True) -> Comparison:
@@ -233,9 +236,10 @@ class _Run:
                             self._test(test, test_seeds, asked)
             except Stop:
                 raise Interrupted(f"stopped; all is saved in {self.dir}") from None
-        return Comparison(
-            list(self.ledger.all()), read_tests(self.dir / "tests.jsonl"), self.gave_up, self.dir if keep else None
-        )
+        found, tests = list(self.ledger.all()), read_tests(self.dir / "tests.jsonl")
+        asked_for = {e.key for e in to_test(found, test, self.setup.steps)} if self.setup.task.test is not None else ()
+        failed = [t for t in tests if t.crashed and t.key in asked_for]
+        return Comparison(found, tests, self.gave_up, self.dir if keep else None, failed)
 
     def _method(self, method: Method, seed: int, count: int, asked: list[int]) -> None:
         watcher = self.watcher
@@ -280,7 +284,7 @@ class _Run:
                 raise Stop
 
         given = (self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
-        try_all(*given, self._traces, self.precision)
+        try_all(*given, self._traces, self.precision, self._tried)
 
 
 def _take_over(earlier: Path, here: Path, seeds: range) -> None:
@@ -340,6 +344,7 @@ def result_of(comparison: Comparison, seconds: float) -> dict[str, Any]:
     return {
         "table": [plain(vars(row)) for row in comparison.table()],
         "gave_up": comparison.gave_up,
+        "failed_tests": [vars(t) for t in comparison.failed],
         "seconds": seconds,
         "threads": torch.get_num_threads(),
     }

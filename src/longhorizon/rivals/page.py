@@ -50,11 +50,21 @@ def write_page(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     evaluations = Ledger(directory.path / "journal.jsonl").all()
     tests = read_tests(directory.path / "tests.jsonl")
     shown = [figure for figure in [regret_figure(evaluations, tests)] if figure.panels]
-    parts = [*(report.drawn(figure) for figure in shown), _methods(table(evaluations, tests)), _failures(evaluations)]
+    parts = [
+        *(report.drawn(figure) for figure in shown),
+        _methods(table(evaluations, tests)),
+        _failures(evaluations, tests),
+    ]
     parts += [
         report.settings_section(about["settings"], about.get("recipe")),
         report.environment_section(about.get("environment")),
     ]
+    if any(t.crashed for t in tests):
+        parts.insert(
+            0,
+            "<p class='note'>Tests failed with an error (see What went wrong), so scores are those of validation. They "
+            "are tried again when the comparison is resumed.</p>",
+        )
     if not shown:
         parts.insert(0, "<p class='note'>No evaluation has finished yet; come back when one has.</p>")
     title = directory.path.resolve().name
@@ -161,12 +171,13 @@ def _methods(rows: Sequence[Row]) -> str:
     )
 
 
-def _failures(evaluations: Sequence[Evaluation]) -> str:
+def _failures(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> str:
     from longhorizon.report import section
     from longhorizon.report import table as html_table
 
-    bad = [e for e in evaluations if e.status != "ok"]
-    rows = [[html.escape(e.method), str(e.seed), str(e.trial), str(e.steps), html.escape(e.status)] for e in bad]
+    bad: list[tuple[Evaluation | Tested, str]] = [(e, e.status) for e in evaluations if e.status != "ok"]
+    bad += [(t, f"test {t.status}") for t in tests if t.crashed]
+    rows = [[html.escape(e.method), str(e.seed), str(e.trial), str(e.steps), html.escape(said)] for e, said in bad]
     if not rows:
         return ""
     return section("What went wrong", html_table(["method", "seed", "trial", "steps", "status"], rows, range(1, 4)))

@@ -1,7 +1,8 @@
 """What the settings are worth: every incumbent trained from scratch on training and validation data, and tested.
 
 This is no part of a method's budget. One line per test in tests.jsonl; a setting that several methods or seeds have
-come to is trained once.
+come to is trained once. A training that diverges is a result; a test that fails with an error is not, and is tried
+again when it is next asked for.
 """
 
 import json
@@ -23,6 +24,7 @@ from longhorizon.rivals.space import hypers_for
 from longhorizon.rundir import append_line
 from longhorizon.traces import Traces
 
+Key = tuple[str, int, int, int]  # of an evaluation and of its test
 Which = Literal["all", "whole", "last", "none"]
 
 
@@ -38,8 +40,13 @@ class Tested:
     status: str = "ok"
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
+    def key(self) -> Key:
         return (self.method, self.seed, self.trial, self.steps)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it failed with an error, so that it has no scores."""
+        return self.status.startswith("crashed")
 
     def single(self, name: str) -> list[float | None]:
         """A score of every training; None where its loss is not finite, whatever accuracy such a model has."""
@@ -50,11 +57,12 @@ class Tested:
 
 
 def read_tests(path: Path) -> list[Tested]:
-    """All tests so far; a torn last line does not count."""
+    """All tests so far; a torn last line does not count. Of one that was tried again only the last."""
     if not path.exists():
         return []
     whole = path.read_bytes().rpartition(b"\n")[0]
-    return [Tested(**json.loads(line)) for line in whole.split(b"\n") if line.strip()]
+    tests = [Tested(**json.loads(line)) for line in whole.split(b"\n") if line.strip()]
+    return list({t.key: t for t in tests}.values())
 
 
 def to_test(evaluations: Sequence[Evaluation], which: Which, steps: int = 0) -> list[Evaluation]:
@@ -78,9 +86,15 @@ def try_all(
     progress: Callable[[int, int], None] | None = None,
     traces: Traces | None = None,
     precision: Precision = "float32",
+    tried: set[Key] | None = None,
 ) -> None:
-    """Test what has not been tested yet."""
-    known = read_tests(path)
+    """Test what has not been tested yet, or failed.
+
+    Args:
+        tried: what this process has tested, to be added to; what failed in it is not tried again.
+    """
+    tried = set() if tried is None else tried
+    known = [t for t in read_tests(path) if not t.crashed or t.key in tried]
     done = {t.key for t in known}
     by_key = {e.key: e for e in evaluations}
     scores = {_same(by_key[t.key]): t for t in known if t.key in by_key}
@@ -96,6 +110,7 @@ def try_all(
         )
         tested = Tested(*e.key, found, status)
         append_line(path, plain(vars(tested)))
+        tried.add(e.key)
         scores[_same(e)] = tested
         begun.unlink(missing_ok=True)
 
@@ -138,4 +153,4 @@ def _test(
     except Stop:
         raise
     except Exception as error:  # the user's test data or metric may fail in any way
-        return {}, f"crashed: {words_of(error)}"
+        return {}, " ".join([f"crashed: {words_of(error)}", *getattr(error, "__notes__", ())])
