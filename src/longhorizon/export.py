@@ -5,7 +5,8 @@ import io
 import sys
 from pprint import pformat
 
-from longhorizon.schedule import BETAS, TWINS, Schedule, clip_call, patterns, rule_name
+from longhorizon.attaching import BETAS, TWINS, clip_call, patterns, rule_name
+from longhorizon.schedule import Schedule
 
 CLIPS = ("grad_clip", "clip_by")  # no arguments of a torch optimizer
 
