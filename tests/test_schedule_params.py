@@ -224,6 +224,11 @@ def test_groups_that_cannot_be_known_are_refused(schedule, words):
         schedule.groups(make_model())
 
 
+def test_a_misspelt_pattern_is_told_the_names_that_patterns_fit():
+    with pytest.raises(ValueError, match=r"of which '0\.wieght' picks no parameter; nearest to it: 0\.weight"):
+        schedule_of({"lr": lh.Hyper(0.1, params=["2.*", "0.wieght"])}).groups(torch.compile(make_model()))
+
+
 def test_groups_leave_out_what_is_frozen():
     model = make_model()
     model[0].requires_grad_(False)

@@ -205,10 +205,11 @@ def select(key: str, selector: Selector, params: Mapping[str, Tensor]) -> list[s
 def _picks_none(key: str, selector: Selector, pattern: str, params: Mapping[str, Tensor]) -> str:
     which = f"of which {pattern!r}" if pattern and pattern != selector else "which"
     start = pattern.strip("*.")
-    begins = {name: ".".join(unwrapped(name).split(".")[: start.count(".") + 1]) for name in params}  # as the pattern
+    known = list(map(unwrapped, params))
+    begins = {name: ".".join(name.split(".")[: start.count(".") + 1]) for name in known}  # as long as the pattern
     close = get_close_matches(start, set(begins.values()), cutoff=0.6)
-    names = [name for name in params if begins[name] in close]
-    shown, names = ("nearest to it:", names) if names else ("the model has", list(params))
+    names = [name for name in known if begins[name] in close]
+    shown, names = ("nearest to it:", names) if names else ("the model has", known)
     return (
         f"hyperparameter {key!r} has params={selector!r}, {which} picks no parameter; "
         f"{shown} {', '.join(names[:8])}{' …' if len(names) > 8 else ''}."
