@@ -207,6 +207,18 @@ def trust_steps() -> str:
     return _table(["step by the signs of", *order], rows)
 
 
+def trust_windows() -> str:
+    """The same with many windows, neighbours of which may share a slope."""
+    found = json.loads((EXPERIMENTS / "trust_windows.json").read_text())["tasks"]
+    rows = [["validation loss before", *(f"{one['stay']:.3f}" for one in found.values())]]
+    for label in dict.fromkeys(label for one in found.values() for label in one["steps"]):
+        cells = [one["steps"][label] for one in found.values()]
+        rows.append(
+            [label, *(f"{cell['change']:+.3f} ± {cell['error']:.3f} ({cell['smoothed']:.0f})" for cell in cells)]
+        )
+    return _table(["step by the signs of", *found], rows)
+
+
 def trust_tune() -> str:
     """What better hypergradients are worth to a tuning run."""
     rows = []
@@ -275,6 +287,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trust_quality": trust_quality,
     "trust_sure": trust_sure,
     "trust_steps": trust_steps,
+    "trust_windows": trust_windows,
     "trust_tune": trust_tune,
     "trust_figure1": trust_figure1,
     "meters": meters,

@@ -566,6 +566,14 @@ def test_a_test_that_diverged_is_in_the_summary():
     assert trust_tune.summary(rows)["kept"] == {"accuracy": 0.5, "error": 0.0, "worst": 0.5, "loss": None}
 
 
+def test_smoke_of_trust_windows(tmp_path):
+    result = run("trust_windows", tmp_path, "--task", "digits-hot")
+    (told,) = result["tasks"].values()
+    assert told["values"] == 42
+    assert told["steps"]["smoothed, shared"]["smoothed"] == 42
+    assert told["steps"]["exact"]["smoothed"] == 0
+
+
 def test_smoke_of_trust_steps(tmp_path):
     result = run("trust_steps", tmp_path, "--task", "digits-edge")
     steps = result["tasks"]["digits-edge"]["steps"]
