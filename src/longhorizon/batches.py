@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longhorizon import seeds, tree
+from longhorizon import seeds
 from longhorizon.task import USUAL, Called
 
 
@@ -98,11 +98,6 @@ def joined(streams: Sequence[Batches], steps: Sequence[int]) -> Any:
     if not isinstance(make, staticmethod) or any(type(source) is not type(sources[0]) for source in sources):
         return None
     return make(sources, steps)
-
-
-def nbytes(batch: Any) -> int:
-    """Memory of one batch."""
-    return tree.nbytes(batch)
 
 
 def free_memory(device: torch.device) -> int:

@@ -28,7 +28,8 @@ ROOM = 220 * 1024  # bytes of shared memory of a multiprocessor
 MOST = 160 * 1024  # bytes of shared memory of a program; an A100 has 163 KiB
 
 # The fastest strips and programs on an H200 for the sizes of WRN-16-1, by what is made, channels, outputs, side
-# of the smaller image and kind: what `convolve` and `weigh` take besides their size. Others are good guesses.
+# of the smaller image and kind: rows and images of a strip, tiles of 16 pixels (of `weigh`: outputs) that a warp makes
+# at once, for `weigh` warps that share a strip's pixels, and programs for each multiprocessor. Others are good guesses.
 _CHOSEN: dict[tuple[str, int, int, int, int], tuple[int, ...]] = {
     ("conv", 3, 16, 32, 0): (8, 1, 2, 8),
     ("conv", 16, 16, 32, 0): (16, 1, 4, 2),
@@ -82,25 +83,23 @@ class Size:
         return max(8, self.channels)
 
 
-def convolve(s: Size, turned: bool, added: bool, most: int = MOST, chosen: tuple[int, ...] | None = None) -> Plan:
+def convolve(s: Size, turned: bool, added: bool, most: int = MOST) -> Plan:
     """The convolution, or (turned) the gradient of its image.
 
     Args:
         most: bytes of shared memory that a program may have.
-        chosen: rows and images of a strip, tiles of 16 pixels that a warp makes at once, and programs for each
-            multiprocessor; those that were the fastest, or a guess, without it.
     """
     taps, _, stride = KINDS[s.kind]
     summed, made = (s.outputs, s.channels) if turned else (s.padded, s.outputs)
     spread = turned and stride == 2
     side, step = (s.side, 1) if turned else (s.side, stride)
-    known = chosen or _CHOSEN.get(("turned" if turned else "conv", s.channels, s.outputs, s.side, s.kind))
+    known = _CHOSEN.get(("turned" if turned else "conv", s.channels, s.outputs, s.side, s.kind))
     across = made // 8 // _group(made)
 
     def strip_of(rows: int, images: int) -> int:
         return images * _pixels(taps, step, rows, side, spread) * _pitch(summed)
 
-    if chosen is None and known is not None and (s.count % known[1] or 2 * strip_of(*known[:2]) > most):
+    if known is not None and (s.count % known[1] or 2 * strip_of(*known[:2]) > most):
         known = None
     if known is None:
         whole = side if side == 16 and step == 1 and summed <= 32 else 8
@@ -142,24 +141,22 @@ def pack(s: Size, turned: bool) -> tuple[Plan, int]:
     return Plan("pack", tuple(macros.items()), (-(-words // 256), 1, 1), 256, 0, source=SOURCE), words
 
 
-def weigh(s: Size, most: int = MOST, chosen: tuple[int, ...] | None = None) -> Plan:
+def weigh(s: Size, most: int = MOST) -> Plan:
     """The gradient of the weights: strips are dealt out to programs, whose sums are left to be added.
 
     Args:
         most: as for `convolve`.
-        chosen: rows and images of a strip, tiles of 16 outputs that a warp makes at once, warps that divide the pixels
-            of a strip among them, and programs for each multiprocessor.
     """
     taps, _, stride = KINDS[s.kind]
     across = min(2, s.padded // 8)
-    known = chosen or _CHOSEN.get(("weigh", s.channels, s.outputs, s.side, s.kind))
+    known = _CHOSEN.get(("weigh", s.channels, s.outputs, s.side, s.kind))
 
     def size_of(rows: int, images: int, shares: int) -> int:
         strip = images * _pixels(taps, stride, rows, s.side) * _pitch(s.padded)
         strip += images * rows * s.side * _pitch(s.outputs)
         return max(2 * strip, s.outputs * s.padded * taps**2 * 4 if shares > 1 else 0)
 
-    if chosen is None and known and (s.count % known[1] or size_of(known[0], known[1], known[3]) > most):
+    if known and (s.count % known[1] or size_of(known[0], known[1], known[3]) > most):
         known = None
     if known is None:
         tiles = min(2, s.outputs // 16)

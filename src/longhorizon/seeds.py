@@ -24,8 +24,7 @@ def _alone_again() -> None:
     _ALONE = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_alone_again)
+os.register_at_fork(after_in_child=_alone_again)
 
 INIT, FETCH, STEP, VALIDATE, PAIR = range(5)  # purposes
 

@@ -4,6 +4,7 @@ A file arrives as `NAME.part`, goes on from there if the connection broke, is ch
 is complete. A second process that wants the same data set waits for the first.
 """
 
+import fcntl
 import hashlib
 import http.client
 import os
@@ -278,11 +279,6 @@ def _transfer(
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Wait until no other process downloads the same data set."""
-    try:
-        import fcntl
-    except ImportError:  # not POSIX: two processes would each download, and md5 tells
-        yield
-        return
     while True:
         file = lock.open("w")
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -317,12 +313,11 @@ def _is_file(path: Path) -> bool:
 
 def _sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _reason(error: Exception) -> str:

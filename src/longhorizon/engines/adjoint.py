@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longhorizon import compile, tree
-from longhorizon.batches import free_memory, nbytes
+from longhorizon.batches import free_memory
 from longhorizon.engines.base import Progress, ReplayError, Watch, check_repeated, explain, finish, nothing
 from longhorizon.engines.clipping import Clip, check_clip, in_words
 from longhorizon.engines.missing import check_derivative
@@ -367,7 +367,7 @@ def _probe(problem: Problem, state: State, step: int) -> None:
 def _check_kept_batches(problem: Problem) -> None:
     if problem.batches.is_sequence:
         return
-    need, free = problem.steps * nbytes(problem.batch(0)), free_memory(torch.device("cpu"))
+    need, free = problem.steps * tree.nbytes(problem.batch(0)), free_memory(torch.device("cpu"))
     if need > MEMORY_SHARE * free:
         raise ValueError(
             f"the adjoint reads batches backwards, and Task.train returns an iterator, so all "

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from longhorizon import cuda, tree
-from longhorizon.batches import free_memory, nbytes
+from longhorizon.batches import free_memory
 from longhorizon.engines.adjoint import MEMORY_SHARE, Adjoint, trajectory_bytes
 from longhorizon.engines.forward import Forward
 from longhorizon.engines.hybrid import MOST, Hybrid
@@ -84,7 +84,7 @@ def instead(engine: Any) -> Any:
 def _batches_fit(problem: Problem) -> bool:
     if problem.batches.is_sequence:
         return True
-    return problem.steps * nbytes(problem.batch(0)) < MEMORY_SHARE * free_memory(torch.device("cpu"))
+    return problem.steps * tree.nbytes(problem.batch(0)) < MEMORY_SHARE * free_memory(torch.device("cpu"))
 
 
 def _gib(count: float) -> str:

@@ -34,6 +34,7 @@ from longhorizon.task import Task
 from longhorizon.traces import Traces
 from longhorizon.tuning import Gates, Tuning
 
+TRIES = 3  # steps that are timed, to see whether a budget pays for a trial
 KIND = "compare"  # in run.json, to tell a comparison from a tuning run
 
 
@@ -327,11 +328,11 @@ def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: 
         )
 
 
-def seconds_per_step(setup: Setup, tries: int = 3) -> float:
+def seconds_per_step(setup: Setup) -> float:
     """How long a plain training step takes, at its fastest of a few."""
     problem = make_problem(setup.task, setup.rule, setup.hypers, setup.steps, 0)
     state, taken = problem.start, []
-    for step in range(min(tries, setup.steps)):
+    for step in range(min(TRIES, setup.steps)):
         began = time.perf_counter()
         state, loss = problem.train_step(state, step)
         float(loss)  # waits for an accelerator

@@ -73,7 +73,6 @@ class Job:
     number: int
     setting: Setting
     replicate: int = 0  # other weights and batches for the same number
-    seconds: float = 0.0  # what it cost to choose the setting
 
 
 def width(arena: Arena, runs: int = WIDTH) -> int:
@@ -151,7 +150,6 @@ def alone(arena: Arena, job: Job, steps: int, kind: Kind = PLAIN) -> Evaluation:
         job.number,
         job.setting,
         lambda saved: kind.one(arena.problem(job.setting, job.number, steps, job.replicate), arena.counter, saved),
-        job.seconds,
     )
     found = one.to(steps)
     one.forget()
@@ -175,7 +173,7 @@ def _row(arena: Arena, jobs: list[Job], steps: int, kind: Kind) -> None:
             arena.counter.steps += taken
             arena.under_way = (len(jobs) - 1 - i) * seconds
             setting = kind.learnt(row.several, i, taken) or job.setting
-            arena.record(job.number, steps, taken, taken, seconds + job.seconds, verdict, setting)
+            arena.record(job.number, steps, taken, taken, seconds, verdict, setting)
         arena.under_way = 0.0
     if row is not None:
         row.forget()

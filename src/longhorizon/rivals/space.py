@@ -108,9 +108,9 @@ def squeezed(numbers: Sequence[float], steps: int) -> list[float]:
     return [numbers[window_of(step, steps, len(numbers))] for step in range(steps)]
 
 
-def thinned(numbers: Sequence[float], finest: int = FINEST) -> list[float]:
-    """One value per step as at most `finest` windows, each the mean of its steps."""
-    if len(numbers) <= finest:
+def thinned(numbers: Sequence[float]) -> list[float]:
+    """One value per step as at most `FINEST` windows, each the mean of its steps."""
+    if len(numbers) <= FINEST:
         return [float(v) for v in numbers]
-    edges = [round(w * len(numbers) / finest) for w in range(finest + 1)]
+    edges = [round(w * len(numbers) / FINEST) for w in range(FINEST + 1)]
     return [float(np.clip(np.mean(part := numbers[a:b]), min(part), max(part))) for a, b in pairwise(edges)]
