@@ -141,6 +141,13 @@ def adam(
         g ← g + ξ θ    m ← β₁ m + (1 − β₁) g    s ← β₂ s + (1 − β₂) g²    θ ← θ − α m̂ / (√ŝ + ε)
 
     with m̂ = m / (1 − β₁ᵗ), ŝ = s / (1 − β₂ᵗ). Kingma & Ba, ICLR 2015.
+
+    Args:
+        lr: step size α.
+        beta1: β₁, of the running mean of the gradient.
+        beta2: β₂, of that of its square.
+        eps: ε.
+        weight_decay: ξ.
     """
     defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     return Rule("adam", defaults, _adam_init, _adam_update(decoupled=False), elementwise=True, ranges=_ADAM)
@@ -152,6 +159,13 @@ def adamw(
     """Adam with decoupled weight decay, as `torch.optim.AdamW`: θ ← (1 − α ξ) θ before Adam's step.
 
     Loshchilov & Hutter, ICLR 2019.
+
+    Args:
+        lr: step size α.
+        beta1: β₁, of the running mean of the gradient.
+        beta2: β₂, of that of its square.
+        eps: ε.
+        weight_decay: ξ.
     """
     defaults = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     return Rule("adamw", defaults, _adam_init, _adam_update(decoupled=True), elementwise=True, ranges=_ADAM)
