@@ -147,6 +147,24 @@ class Lanes:
         return [made[id(p.batches), t] for p, t in zip(self.in_lanes, at, strict=True)]
 
 
+class Alone:
+    """One run, with the face of `Lanes`."""
+
+    def __init__(self, problem: Problem, start: State | None, steps: int):
+        self.problem, self._step = problem, problem.stepper(steps)
+        self.state: State = problem.start if start is None else start
+
+    def step(self, t: int) -> Tensor:
+        self.state, loss = self._step(self.state, t)
+        return loss[None]
+
+    def validation_losses(self, t: int) -> list[Tensor]:
+        return [self.problem.validation_loss(self.state, t)]
+
+    def lane(self, _: int) -> State:
+        return self.state
+
+
 def at_once(problem: Problem, runs: int, goes: int = 1) -> int:
     """How many of so many runs like this one to make at once; 1 where a batched step is no gain or cannot be had.
 

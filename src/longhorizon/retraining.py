@@ -14,7 +14,7 @@ from longhorizon.cuda import Precision
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
 from longhorizon.inner import State
-from longhorizon.lanes import Lanes, at_once
+from longhorizon.lanes import Alone, Lanes, at_once
 from longhorizon.problem import Problem, check_parts, environment, make_problem, refuse_unfit
 from longhorizon.rules import Params, Rule
 from longhorizon.schedule import Schedule
@@ -180,7 +180,7 @@ def trained(
     for begin in range(0, len(makes), together):
         group = makes[begin : begin + together]
         problems = [first if begin + i == 0 else make() for i, make in enumerate(group)]
-        training = Lanes(problems, None, together, total) if together > 1 else _Alone(problems[0], total)
+        training = Lanes(problems, None, together, total) if together > 1 else Alone(problems[0], None, total)
         for step in range(steps):
             loss = training.step(step)
             if progress is not None:
@@ -189,17 +189,3 @@ def trained(
                 break
         for i, problem in enumerate(problems):
             yield problem, training.lane(i)
-
-
-class _Alone:
-    """One training run, with the face of `Lanes`."""
-
-    def __init__(self, problem: Problem, total: int):
-        self._step, self.state = problem.stepper(total), problem.start
-
-    def step(self, t: int) -> Tensor:
-        self.state, loss = self._step(self.state, t)
-        return loss
-
-    def lane(self, _: int) -> State:
-        return self.state

@@ -30,7 +30,7 @@ from longhorizon.engines.base import CHECK_EVERY, Progress, Watch, check_repeate
 from longhorizon.engines.design import folded, hadamard
 from longhorizon.hypers import argument, nearest, step_size
 from longhorizon.inner import State
-from longhorizon.lanes import Lanes, at_once
+from longhorizon.lanes import Alone, Lanes, at_once
 from longhorizon.problem import Problem, make_problem
 from longhorizon.result import Hypergradient, Status
 from longhorizon.trust import most_of_fine
@@ -159,8 +159,6 @@ class Factorial:
 class FactorialRun:
     """A row of training runs in progress: the middle one, then the pairs, several at once where that pays."""
 
-    state: State  # of the run in hand
-
     def __init__(
         self,
         engine: Factorial,
@@ -191,7 +189,6 @@ class FactorialRun:
         self._same = all(argument(key) in problem.rule.defaults for group in self.columns for key, _ in group)
         self._of_pair: dict[int, Problem] = {}
         self._group = self._runs()
-        self._lanes: Lanes | None = None  # of the runs in hand, where there are several
         self._begin(tree.unpack(problem.start, saved["state"]) if saved else None)
 
     @property
@@ -210,39 +207,23 @@ class FactorialRun:
 
     def advance(self) -> None:
         steps = self.problem.steps
-        if self._lanes is not None:
-            losses = self._lanes.step(self.t)
-            if self.t == 0:
-                for i, loss in enumerate(losses):
-                    self._compare(self._group[i], loss)
-            self.t += 1
-            leads = self._group[0] < 0
-            failed = leads and self.watch.see(self.t - 1, losses[0]) is not None
-            if not failed and self.t < steps:
-                return
-            if leads:
-                self.middle = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._lanes.lane(0))
-            if failed:
-                self.losses.append(losses.new_full((), torch.nan, dtype=torch.float64))
-            else:
-                self.losses += [loss.double() for loss in self._lanes.validation_losses(steps)]
-            self._next()
-            return
-        (run,) = self._group
-        self.state, loss = self._shifted.stepper(self.total * steps)(self.state, self.t)
+        losses, leads = self._row.step(self.t), self._group[0] < 0
         if self.t == 0:
-            self._compare(run, loss)
+            for run, loss in zip(self._group, losses, strict=True):
+                self._compare(run, loss)
         self.t += 1
-        if run < 0:
-            failed = self.watch.see(self.t - 1, loss) is not None
-        else:
-            failed = self.t % CHECK_EVERY == 0 and not bool(loss.isfinite())
+        if leads:
+            failed = self.watch.see(self.t - 1, losses[0]) is not None
+        else:  # of several, all: one that goes on needs the others' lanes anyway
+            failed = self.t % CHECK_EVERY == 0 and not bool(losses.isfinite().any())
         if not failed and self.t < steps:
             return
-        if run < 0:
-            self.middle = self.state
-        found = loss.new_full((), torch.nan) if failed else self._shifted.validation_loss(self.state, self.t)
-        self.losses.append(found.double())
+        if leads:
+            self.middle = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, self._row.lane(0))
+        if failed:
+            self.losses += [losses.new_full((), torch.nan, dtype=torch.float64)] * (1 if leads else len(losses))
+        else:
+            self.losses += [loss.double() for loss in self._row.validation_losses(steps)]
         self._next()
 
     def _compare(self, run: int, loss: Tensor) -> None:
@@ -276,18 +257,19 @@ class FactorialRun:
         """The problems of the runs in hand, and where they begin or go on."""
         self._of_pair = {pair: made for pair, made in self._of_pair.items() if pair in {r // 2 for r in self._group}}
         problems = [self._problem(run) for run in self._group] or [self.problem]
-        self._shifted, self._lanes = problems[0], None
+        steps = self.total * self.problem.steps
+        self._row: Lanes | Alone
         if self.at_once > 1 and self._group and self._group != [-1]:  # the last one alone, too: both of a pair alike
-            self._lanes = Lanes(problems, state, self.at_once, self.total * self.problem.steps)
+            self._row = Lanes(problems, state, self.at_once, steps)
         else:
-            self.state = problems[0].start if state is None else state
+            self._row = Alone(problems[0], state, steps)
 
     def save(self) -> dict[str, Any]:
         return {
             "losses": list(self.losses),
             "t": self.t,
             "at_once": self.at_once,
-            "state": tree.pack(self.state if self._lanes is None else self._lanes.state),
+            "state": tree.pack(self._row.state),
             "middle": tree.pack(self.middle),
             "first": self._first,
             "watch": self.watch.save(),
