@@ -53,7 +53,7 @@ LAYERS = [
     ["task", "rules", "hypers"],
     ["lane_norm"],
     ["tree", "seeds", "cuda", "meter", "normalise"],
-    ["axes", "extras", "stopping"],
+    ["axes", "extras", "files", "stopping"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

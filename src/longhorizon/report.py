@@ -16,6 +16,7 @@ from longhorizon.axes import as_percent, in_unit, number, short, span
 from longhorizon.confirming import Confirmed, kept_in
 from longhorizon.extras import need
 from longhorizon.figures import Figure, Panel, diverged, figures, finite, ramp, scores_of
+from longhorizon.files import write_aside
 from longhorizon.outer_step import OuterStep, best_of
 from longhorizon.rundir import CONFIRMED, RunDirectory, RunError
 from longhorizon.trust import gathered, remedy
@@ -63,11 +64,10 @@ def write(text: str, shown: Sequence[Figure], target: Path) -> Path:
         pictures.mkdir(parents=True, exist_ok=True)
         for figure in shown:
             save_picture(figure, pictures / f"{figure.name}.png")
-        partial = target.with_name(target.name + ".part")
-        partial.write_text(text, encoding="utf-8")
-        return partial.replace(target)
+        write_aside(target, text)
     except OSError as error:
         raise RunError(f"cannot write {target}: {error.strerror or error}.") from error
+    return target
 
 
 def _current(result: dict[str, Any], records: Sequence[OuterStep]) -> tuple[dict[str, Any], str]:

@@ -26,6 +26,7 @@ from uuid import uuid4
 
 import torch
 
+from longhorizon.files import write_aside
 from longhorizon.outer_step import OuterStep
 from longhorizon.schedule import Schedule
 
@@ -203,14 +204,8 @@ class RunDirectory:
 
     def _write(self, name: str, content: bytes) -> None:
         path = self.path / name
-        partial = path.with_name(name + ".part")
         with _Said(f"cannot write {path}"):
-            with open(partial, "wb") as file:
-                file.write(content + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-            _sync_directory(self.path)
+            write_aside(path, content + b"\n")
 
     def _fingerprint(self) -> str:
         """Of the run that a checkpoint belongs to; equal settings may go with another model or other data."""
@@ -220,18 +215,8 @@ class RunDirectory:
 
 def save_tensors(path: Path, payload: Mapping[str, Any]) -> None:
     """Write a checkpoint: aside, then renamed, so that the one before it stays until this one is whole."""
-    partial = path.with_suffix(".part")
     with _Said(f"cannot write {path}; the checkpoint before it is untouched"):
-        try:
-            with open(partial, "wb") as file:
-                torch.save({"format": FORMAT, **payload}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except (OSError, RuntimeError):
-            partial.unlink(missing_ok=True)
-            raise
-        _sync_directory(path.parent)
+        write_aside(path, lambda file: torch.save({"format": FORMAT, **payload}, file))
 
 
 def load_tensors(path: Path) -> dict[str, Any] | None:
@@ -322,14 +307,6 @@ def _drop_torn_line(journal: Any) -> None:
         except ValueError:
             journal.truncate(start)
     journal.seek(0, os.SEEK_END)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _jsonable(value: Any) -> Any:

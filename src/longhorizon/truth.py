@@ -21,6 +21,7 @@ from torch import Tensor
 from longhorizon.cuda import Precision
 from longhorizon.engines import FiniteDifference
 from longhorizon.engines.entry import compute
+from longhorizon.files import write_aside
 from longhorizon.hypers import Hyper
 from longhorizon.lanes import Lanes, at_once
 from longhorizon.problem import Problem, environment, make_problem
@@ -234,6 +235,4 @@ class _File:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(self.path.name + ".part")
-        aside.write_text(json.dumps({"setting": self.setting, "seeds": self.seeds}) + "\n")
-        os.replace(aside, self.path)
+        write_aside(self.path, json.dumps({"setting": self.setting, "seeds": self.seeds}) + "\n")

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import http.client
 import os
+import shutil
 import stat
 import tarfile
 import urllib.error
@@ -16,10 +17,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from longhorizon.data.error import DataError, MissingDataError
 from longhorizon.data.root import VARIABLE
+from longhorizon.files import sync_folder, write_aside
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all if the server says
 
@@ -151,7 +154,7 @@ def fetch(remote: Remote, folder: Path, progress: Progress | None = None) -> Pat
             reasons.append(f"{url}: {_reason(error)}")
             continue
         os.replace(part, path)
-        _sync_folder(folder)
+        sync_folder(folder)
         return path
     raise OSError("; ".join(reasons))
 
@@ -193,16 +196,10 @@ def unpack(archive: Path, names: Sequence[str], folder: Path) -> None:
                 content = tar.extractfile(member) if name is not None and member.isfile() else None
                 if name is None or content is None:
                     continue
-                part = folder / f"{name}.part"
-                with part.open("wb") as file:
-                    while chunk := content.read(CHUNK):
-                        file.write(chunk)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(part, folder / name)
+                write_aside(folder / name, partial(shutil.copyfileobj, content, length=CHUNK))
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"{archive} cannot be unpacked ({error}); delete it and it will be downloaded again.") from None
-    _sync_folder(folder)
+    sync_folder(folder)
     lacking = [name for name in names if not (folder / name).is_file()]
     if lacking:
         raise DataError(f"{archive} lacks {folder.name}/{lacking[0]}; delete it and it will be downloaded again.")
@@ -309,15 +306,6 @@ def _is_file(path: Path) -> bool:
             return stat.S_ISREG(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _reason(error: Exception) -> str:

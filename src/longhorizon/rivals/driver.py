@@ -13,6 +13,7 @@ import torch
 
 from longhorizon.cuda import Precision
 from longhorizon.engines import Engine
+from longhorizon.files import whole_lines, write_aside
 from longhorizon.hypers import Hyper
 from longhorizon.outer_step import plain
 from longhorizon.problem import environment, make_problem
@@ -296,15 +297,12 @@ def _take_over(earlier: Path, here: Path, seeds: range) -> None:
     if (here / "journal.jsonl").exists():
         return
     for name in ("tests.jsonl", "journal.jsonl"):
-        whole = (earlier / name).read_bytes().rpartition(b"\n")[0] if (earlier / name).exists() else b""
         kept = []
-        for line in whole.split(b"\n") if whole else ():
+        for line in whole_lines(earlier / name):
             content = json.loads(line)
             if content["seed"] in seeds and content["method"] not in ("fds", "greedy"):
                 kept.append(line + b"\n")
-        partial = here / f"{name}.part"
-        partial.write_bytes(b"".join(kept))
-        os.replace(partial, here / name)
+        write_aside(here / name, b"".join(kept))
 
 
 def _check_budget(setup: Setup, methods: Sequence[Method], limit: Budget, text: str) -> None:

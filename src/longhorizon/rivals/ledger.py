@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from longhorizon.files import whole_lines
 from longhorizon.outer_step import plain
 from longhorizon.rivals.space import Setting
 from longhorizon.rundir import RunError, append_line
@@ -80,12 +81,7 @@ class Ledger:
 
     def all(self) -> list[Evaluation]:
         """Every evaluation so far; a torn last line does not count."""
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            file.seek(self._read)
-            whole = file.read().rpartition(b"\n")[0]
-        for line in whole.split(b"\n") if whole else ():
+        for line in whole_lines(self.path, self._read):
             self._line += 1
             self._read += len(line) + 1
             if not line.strip():

@@ -7,7 +7,6 @@ again when it is next asked for.
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longhorizon.cuda import Precision
+from longhorizon.files import whole_lines, write_aside
 from longhorizon.outer_step import plain
 from longhorizon.retraining import retrain
 from longhorizon.rivals.arena import Setup, Stop, words_of
@@ -58,10 +58,7 @@ class Tested:
 
 def read_tests(path: Path) -> list[Tested]:
     """All tests so far; a torn last line does not count. Of one that was tried again only the last."""
-    if not path.exists():
-        return []
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    tests = [Tested(**json.loads(line)) for line in whole.split(b"\n") if line.strip()]
+    tests = [Tested(**json.loads(line)) for line in whole_lines(path) if line.strip()]
     return list({t.key: t for t in tests}.values())
 
 
@@ -140,9 +137,7 @@ def _test(
         def done(seed: int, scores: dict[str, float]) -> None:
             for name, value in plain(scores).items():
                 found.setdefault(name, []).append(value if math.isfinite(scores["loss"]) else None)
-            partial = begun.with_suffix(".part")
-            partial.write_text(json.dumps({"key": list(e.key), "scores": found}))
-            os.replace(partial, begun)
+            write_aside(begun, json.dumps({"key": list(e.key), "scores": found}))
 
         left = range(len(found.get("loss", [])), seeds)
         if left:
