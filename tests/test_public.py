@@ -21,6 +21,7 @@ LAYERS = [
     ["arguments", "console"],
     ["rivals"],
     ["checking", "report", "recorders", "export", "recipe_text"],
+    ["html_page"],
     ["drawing"],
     ["figures"],
     ["recipe"],

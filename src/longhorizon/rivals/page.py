@@ -1,6 +1,5 @@
 """The report of a comparison: regret over time and the table of methods, as one HTML page and as a picture."""
 
-import html
 import math
 import os
 from collections.abc import Sequence
@@ -9,6 +8,19 @@ from pathlib import Path
 from longhorizon.axes import as_percent, in_unit, scale_of, short, symlog_ticks
 from longhorizon.extras import need
 from longhorizon.figures import Figure, Line, Panel
+from longhorizon.html_page import (
+    data_of,
+    drawn,
+    duration,
+    environment_section,
+    escaped,
+    page,
+    score,
+    section,
+    settings_section,
+    write,
+)
+from longhorizon.html_page import table as html_table
 from longhorizon.rivals.ledger import Evaluation, Ledger
 from longhorizon.rivals.regret import Clock, Row, curves, scores, table
 from longhorizon.rivals.testing import Tested, read_tests
@@ -43,21 +55,19 @@ def write_page(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None =
         out: the directory to write into, or the page itself if it ends in ".html". Default: `dir`.
     """
     need("report", "plotly", "matplotlib")
-    from longhorizon import report
-
     directory = RunDirectory(dir)
     about = directory.describe()
     evaluations = Ledger(directory.path / "journal.jsonl").all()
     tests = read_tests(directory.path / "tests.jsonl")
     shown = [figure for figure in [regret_figure(evaluations, tests)] if figure.panels]
     parts = [
-        *(report.drawn(figure) for figure in shown),
+        *(drawn(figure) for figure in shown),
         _methods(table(evaluations, tests)),
         _failures(evaluations, tests),
     ]
     parts += [
-        report.settings_section(about["settings"], about.get("recipe")),
-        report.environment_section(about.get("environment")),
+        settings_section(about["settings"], about.get("recipe")),
+        environment_section(about.get("environment")),
     ]
     if any(t.crashed for t in tests):
         parts.insert(
@@ -68,8 +78,8 @@ def write_page(dir: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     if not shown:
         parts.insert(0, "<p class='note'>No evaluation has finished yet; come back when one has.</p>")
     title = directory.path.resolve().name
-    text = report.page(title, "comparison", [part for part in parts if part], report.data_of(shown))
-    return report.write(text, shown, directory.path if out is None else Path(out))
+    text = page(title, "comparison", [part for part in parts if part], data_of(shown))
+    return write(text, shown, directory.path if out is None else Path(out))
 
 
 def regret_figure(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> Figure:
@@ -134,8 +144,6 @@ def _panel(evaluations: Sequence[Evaluation], tests: Sequence[Tested], name: str
 
 def words(row: Row) -> list[str]:
     """A row of the table in words: score, regret, time to zero regret, time, steps, trials, failures."""
-    from longhorizon.report import duration, score
-
     name = row.score_name.partition(" ")[2]
     (regret,), label = as_percent(name, [row.regret])
     if row.seconds_to_zero is not None:
@@ -155,15 +163,12 @@ def head(rows: Sequence[Row]) -> list[str]:
 
 
 def _methods(rows: Sequence[Row]) -> str:
-    from longhorizon.report import section
-    from longhorizon.report import table as html_table
-
     if not rows:
         return ""
-    cells = [[html.escape(cell) for cell in words(row)] for row in rows]
+    cells = [[escaped(cell) for cell in words(row)] for row in rows]
     return section(
         "Methods",
-        html_table([html.escape(h) for h in head(rows)], cells, numeric=range(1, 8)),
+        html_table([escaped(h) for h in head(rows)], cells, numeric=range(1, 8)),
         "What each method's last choice is worth after training on all training data: mean and standard deviation "
         "between single trainings. Regret counts as zero within one standard deviation of the best setting. Time, "
         "inner steps, trials and failures (diverged or crashed) are means over seeds. A dash for the score: with some "
@@ -172,12 +177,9 @@ def _methods(rows: Sequence[Row]) -> str:
 
 
 def _failures(evaluations: Sequence[Evaluation], tests: Sequence[Tested]) -> str:
-    from longhorizon.report import section
-    from longhorizon.report import table as html_table
-
     bad: list[tuple[Evaluation | Tested, str]] = [(e, e.status) for e in evaluations if e.status != "ok"]
     bad += [(t, f"test {t.status}") for t in tests if t.crashed]
-    rows = [[html.escape(e.method), str(e.seed), str(e.trial), str(e.steps), html.escape(said)] for e, said in bad]
+    rows = [[escaped(e.method), str(e.seed), str(e.trial), str(e.steps), escaped(said)] for e, said in bad]
     if not rows:
         return ""
     return section("What went wrong", html_table(["method", "seed", "trial", "steps", "status"], rows, range(1, 4)))
