@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import tomllib
 import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -19,13 +20,16 @@ from longhorizon import export as exporting
 from longhorizon import recipe as recipes
 from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, check_early, file_or_key, next_directory, overrides
+from longhorizon.checking import check_engines
 from longhorizon.cli_data import data
 from longhorizon.cli_result import conclude, write_result
 from longhorizon.cli_windows import windows
 from longhorizon.console import arriving, make_display
 from longhorizon.outer_step import OuterStep
 from longhorizon.recipe import Recipe, RecipeError
+from longhorizon.report import write_report
 from longhorizon.retraining import check_test
+from longhorizon.rivals.page import write_page
 from longhorizon.tuning import Tuning
 
 _DEBUG = "LONGHORIZON_DEBUG"  # set it to see tracebacks
@@ -162,9 +166,6 @@ def resume(dir: Path, outer_steps: int, as_json: bool, tensorboard: bool, optuna
 @click.option("--out", type=click.Path(path_type=Path), help="Where to write the page.  [default: DIR/report.html]")
 def report(dir: Path, out: Path | None) -> None:
     """Write one HTML page and PNGs that show a run or a comparison."""
-    from longhorizon.report import write_report
-    from longhorizon.rivals.page import write_page
-
     print((write_page if comparing.is_comparison(dir) else write_report)(dir, out))
 
 
@@ -208,8 +209,6 @@ def _schedule(path: Path, best: bool) -> lh.Schedule:
 @_JSON
 def check(context: click.Context, recipe: Path | None, inner_steps: int, as_json: bool) -> None:
     """Check the engines against each other and against finite differences, on your own recipe, in float64."""
-    from longhorizon.checking import check_engines
-
     recipe, words = file_or_key(recipe, context.args)
     with arriving() as progress:
         rows, passed = check_engines(recipes.load_recipe(recipe, overrides(words)), inner_steps, progress)
@@ -235,8 +234,6 @@ def init(path: Path) -> None:
 
 def _recipe_of(dir: Path, outer_steps: int = 0) -> Recipe:
     """The recipe that a run was begun with."""
-    import tomllib
-
     text = lh.RunDirectory(dir).describe().get("recipe")
     if not text:
         raise lh.RunError(f"{dir} was begun from Python, not from a recipe: call longhorizon.tune again to go on.")

@@ -13,6 +13,7 @@ import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon.arguments import EXTRA, RECIPE, file_or_key, overrides
 from longhorizon.console import arriving
+from longhorizon.extras import need
 from longhorizon.hypers import nearest
 from longhorizon.theory import Windows, analyse, count
 
@@ -137,8 +138,6 @@ def _content(seen: Windows) -> dict[str, Any]:
 
 
 def _draw(seen: Windows, key: str, path: str) -> None:
-    from longhorizon.extras import need
-
     need("report", "matplotlib")
     import matplotlib
 

@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from longhorizon.figures import MARK, Figure, Line, Panel, ramp
 
 COLUMNS = 3  # panels beside each other in a picture
@@ -233,7 +235,6 @@ def _colour_bar(sheet: Any, axes: list[Any], steps: tuple[int, int]) -> None:
 
 def _symlog(linear_below: float) -> tuple[Any, Any]:
     """The map of the page's script, and its inverse."""
-    import numpy as np
 
     def there(v: Any) -> Any:
         return np.sign(v) * np.log10(1 + np.abs(v) / linear_below)

@@ -7,6 +7,7 @@ of every single step. Sharing over windows is a sum afterwards.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -319,8 +320,6 @@ def deterministic(problem: Problem, replays: bool) -> Iterator[None]:
     if problem.device.type != "cuda" or not replays:
         yield
         return
-    import os
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark

@@ -7,23 +7,30 @@ finishes the trials it is handed. It ends with the process that started it.
 """
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from longhorizon.cuda import Precision
+from longhorizon.inner import fitted
 from longhorizon.problem import environment
 from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop
 from longhorizon.rivals.blackbox import BlackBox
 from longhorizon.rivals.budget import Budget, Purse, parse_budget
 from longhorizon.rivals.ledger import Evaluation, Ledger
+from longhorizon.rivals.registry import METHODS
 from longhorizon.rivals.studies import quiet
 from longhorizon.rundir import RunDirectory, RunError
+from longhorizon.stopping import stop_signals
 
 WAIT = 60.0  # seconds that workers of a killed process have to notice
 STOPPED, GAVE_UP = 130, 3
@@ -128,13 +135,7 @@ def _tell(arena: Arena, told: int, on_evaluation: Callable[[Evaluation], None] |
 
 def setup_of(dir: Path) -> tuple[Setup, dict[str, object]]:
     """The comparison in a directory, made anew from its recipe, and its plan."""
-    import json
-    import tomllib
-
-    import torch
-
-    from longhorizon import recipe as recipes
-    from longhorizon.inner import fitted
+    from longhorizon import recipe as recipes  # brings every data set along, which `import longhorizon` need not
 
     directory = RunDirectory(dir)
     chosen = recipes.make_recipe(tomllib.loads(directory.describe()["recipe"]), str(dir))
@@ -160,9 +161,6 @@ def setup_of(dir: Path) -> tuple[Setup, dict[str, object]]:
 
 def work(dir: Path, name: str, seed: int, left: float, worker: int, parent: int, unfinished: list[int]) -> int:
     """The life of a worker; its exit code."""
-    from longhorizon.rivals.registry import METHODS
-    from longhorizon.stopping import stop_signals
-
     setup, plan = setup_of(dir)
     method = METHODS[name]
     assert isinstance(method, BlackBox)
