@@ -25,6 +25,7 @@ LAYERS = [
     ["drawing"],
     ["figures"],
     ["recipe"],
+    ["recipe_values"],
     ["data"],
     ["models"],
     ["offtheshelf", "run", "truth", "theory"],

@@ -9,7 +9,8 @@ from longhorizon import models
 from longhorizon import recipe as recipes
 from longhorizon.hypers import check_hypers
 from longhorizon.inner import check_names
-from longhorizon.recipe import Recipe, RecipeError
+from longhorizon.recipe import Recipe
+from longhorizon.recipe_values import RecipeError, parse_value
 
 RECIPE = click.argument("recipe", required=False, type=click.Path(path_type=Path), metavar="[RECIPE.toml]")
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True, "max_content_width": 130}
@@ -35,7 +36,7 @@ def overrides(arguments: list[str]) -> dict[str, Any]:
             if not rest:
                 raise click.UsageError(f"--{key} needs a value.")
             value = rest.pop(0)
-        found[key] = recipes.parse_value(value)
+        found[key] = parse_value(value)
     return found
 
 

@@ -26,7 +26,8 @@ from longhorizon.cli_result import conclude, write_result
 from longhorizon.cli_windows import windows
 from longhorizon.console import arriving, make_display
 from longhorizon.outer_step import OuterStep
-from longhorizon.recipe import Recipe, RecipeError
+from longhorizon.recipe import Recipe
+from longhorizon.recipe_values import RecipeError
 from longhorizon.report import write_report
 from longhorizon.retraining import check_test
 from longhorizon.rivals.page import write_page

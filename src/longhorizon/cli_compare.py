@@ -18,7 +18,8 @@ from longhorizon import recipe_text
 from longhorizon.arguments import EXTRA, RECIPE, check_early, file_or_key, next_directory, overrides
 from longhorizon.console import arriving
 from longhorizon.outer_step import plain
-from longhorizon.recipe import Recipe, RecipeError
+from longhorizon.recipe import Recipe
+from longhorizon.recipe_values import RecipeError
 from longhorizon.rivals.arena import Arena
 from longhorizon.rivals.driver import KIND, Comparison, Watcher, result_of
 from longhorizon.rivals.ledger import Evaluation, Ledger, incumbents

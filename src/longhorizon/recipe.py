@@ -7,7 +7,6 @@ file, dotted for a table (`--hypers.lr.windows 7`). Unknown keys and values of t
 import importlib
 import math
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from longhorizon.engines import Adjoint, Engine, Factorial, Forward, Greedy, Hyb
 from longhorizon.engines.clipping import Clip
 from longhorizon.hypers import Hyper, nearest
 from longhorizon.outer import GradientDescent, SignDescent, TorchOuter
+from longhorizon.recipe_values import RecipeError, override, typed
 from longhorizon.rules import Rule
 from longhorizon.task import Task
 
@@ -35,10 +35,6 @@ INITS = ("he", "xavier")
 PROTOCOL = {"batch_size": 256, "val_fraction": 0.05}  # the paper's, for every built-in set but the digits
 SMALL = 2_000_000  # parameters times examples in a batch
 OUTERS = ("sign", "gradient", "adam")
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be run, in one sentence."""
 
 
 def _default_hypers() -> dict[str, dict[str, Any]]:
@@ -126,8 +122,9 @@ def load_recipe(path: str | os.PathLike[str] | None, overrides: Mapping[str, Any
             raise RecipeError(f"cannot read {path}: {error.strerror}.") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path} is no TOML: {error}.") from None
+    defaults: dict[str, dict[str, Any]] = {"rule": {"name": "sgd"}, "hypers": _default_hypers()}
     for key, value in (overrides or {}).items():
-        _override(content, key, value)
+        override(content, key, value, defaults)
     return make_recipe(content, str(path) if path else "recipe")
 
 
@@ -138,7 +135,7 @@ def make_recipe(content: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     for key, value in content.items():
         if key not in known:
             raise RecipeError(f"{origin}: unknown key {key!r}.{nearest(key, list(known))}")
-        given[key] = _typed(key, value, known[key].type)
+        given[key] = typed(key, value, known[key].type)
     for key in ("model", "task"):
         if ":" in str(given.get(key, "")):
             _split_reference(key, given[key])
@@ -319,72 +316,6 @@ def _check(recipe: Recipe, origin: str) -> None:
             raise RecipeError(f"{origin}: device = {recipe.device!r}: {str(error).splitlines()[0]}") from None
     hypers_of(recipe)
     rule_of(recipe)
-
-
-def _override(content: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; a table that the file leaves out starts from its default."""
-    parts = key.split(".")
-    defaults = {"rule": {"name": "sgd"}, "hypers": _default_hypers()}
-    if len(parts) > 1 and parts[0] in defaults:
-        content.setdefault(parts[0], defaults[parts[0]])
-    table: Any = content
-    for part in parts[:-1]:
-        table = table.setdefault(_name_in(table, part), {})
-        if not isinstance(table, dict):
-            raise RecipeError(f"--{key}: {part!r} is no table.")
-    table[_name_in(table, parts[-1])] = value
-
-
-def _name_in(table: Mapping[str, Any], word: str) -> str:
-    """A key as the table has it; a new one has no dashes but in its label."""
-    name, slash, label = word.partition("/")
-    return word if word in table else name.replace("-", "_") + slash + label
-
-
-def parse_value(text: str) -> Any:
-    """A value from the command line: as TOML would read it, with `.1` and `1.` for numbers too, else a string.
-
-    >>> parse_value("[1, 10]"), parse_value(".1"), parse_value("wrn-16-1")
-    ([1, 10], 0.1, 'wrn-16-1')
-    """
-    written_out = re.sub(r"(?<=\d)\.(?!\d)", ".0", re.sub(r"(?<![\w.])\.(?=\d)", "0.", text))
-    for candidate in (text, written_out):
-        try:
-            return tomllib.loads(f"v = {candidate}")["v"]
-        except tomllib.TOMLDecodeError:
-            continue
-    return text
-
-
-def _typed(key: str, value: Any, annotation: Any) -> Any:
-    """The value as the field's type, or an error that shows both."""
-    kind = annotation.__name__ if annotation in (str, int, float, bool) else str(annotation)
-    if kind in ("float", "float | str") and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    checks: dict[str, Callable[[Any], bool]] = {
-        "str": lambda v: isinstance(v, str),
-        "int": lambda v: isinstance(v, int) and not isinstance(v, bool),
-        "float": lambda v: isinstance(v, float),
-        "bool": lambda v: isinstance(v, bool),
-    }
-    checks["float | str"] = lambda v: checks["float"](v) or checks["str"](v)
-    checks["int | list[int]"] = lambda v: (
-        checks["int"](v) or (isinstance(v, list) and bool(v) and all(map(checks["int"], v)))
-    )
-    checks["float | list[float]"] = lambda v: (
-        _is_count(v) or (isinstance(v, list) and bool(v) and all(map(_is_count, v)))
-    )
-    check = checks.get(kind, lambda v: isinstance(v, dict))
-    if not check(value):
-        words = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false"}
-        words |= {"int | list[int]": "a whole number or a list of them", "float | list[float]": "a number or a list"}
-        words["float | str"] = "a number or a text"
-        raise RecipeError(f"{key} = {value!r}: expected {words.get(kind, 'a table')}.")
-    return value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and value >= 0
 
 
 def _split_reference(key: str, text: str) -> tuple[str, str]:
