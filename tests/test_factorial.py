@@ -2,12 +2,15 @@
 
 import math
 import sys
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import longhorizon as lh
+from longhorizon.engines import factorial
+from longhorizon.engines.base import CHECK_EVERY
 from longhorizon.engines.choose import trusted
 from longhorizon.engines.design import folded, hadamard
 from longhorizon.engines.factorial import effects
@@ -335,6 +338,31 @@ def test_the_middle_run_goes_along_with_the_others():
     torch.testing.assert_close(together.train_loss, alone.train_loss, rtol=1e-12, atol=0)
     for name, p in alone.params.items():
         torch.testing.assert_close(together.params[name], p, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_runs_that_all_diverge_are_not_trained_to_their_end(monkeypatch, together):
+    if not together:
+        monkeypatch.setattr(factorial, "at_once", lambda *_: 1)
+    steps, batch = 3 * CHECK_EVERY, torch.ones(4, 2, dtype=torch.float64)
+    task = lh.Task(
+        lambda: nn.Linear(2, 1).double(),
+        lambda model, batch: (model(batch) - 1).square().mean(),
+        lambda seed: [batch] * steps,
+        lambda seed: [batch],
+    )
+    with environment():
+        made = make_problem(task, lh.sgd(), {"momentum": lh.Hyper(0.5)}, steps, 0)
+        middle = types.SimpleNamespace(val_loss=1.0)
+        run, taken = factorial.FactorialRun(lh.Factorial({"momentum": 1e200}, pairs=2), made, None, middle), 0
+        rows = 1 if together else 4
+        assert run.side_by_side == 4 / rows
+        while not run.done:
+            run.advance()
+            taken += 1
+    assert taken == rows * CHECK_EVERY
+    assert len(run.losses) == 5
+    assert run.result().status.what == "difference"
 
 
 @pytest.mark.parametrize("when", ["training", "validation"])
