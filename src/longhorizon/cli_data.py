@@ -29,7 +29,7 @@ def data(names: tuple[str, ...], data_root: str, download: bool, verify: bool) -
                 images = sets.load(name, data_root or None, download=download, verify=verify, progress=progress)
         except sets.DataError as error:
             failed = failed or bool(names) or not isinstance(error, sets.MissingDataError)
-            print(f"{name}: {error}")
+            print(f"{name}: {error}".replace("; ", ";\n    "))  # a missing set's message is long
             continue
         same = ", as published" if verify and name != "digits" else ""
         print(f"{name}: {len(images.train_labels)} training and {len(images.test_labels)} test images{same}")

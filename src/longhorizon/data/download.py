@@ -323,6 +323,6 @@ def _sentence(source: Source, folder: Path, reason: str) -> str:
     unpacked = " and unpack it" if any(remote.is_archive for remote in needed) else ""
     return (
         f"{source.title} is missing: {folder} lacks {', '.join(lacking)}, and it was not downloaded ({reason}); "
-        f"fetch {urls}{unpacked} so that they lie there, or say where they are with the environment variable "
+        f"fetch {urls}{unpacked} so that they lie there; or say where they are with the environment variable "
         f"{VARIABLE} (or `root=`, on the command line --data-root)."
     )
