@@ -6,12 +6,10 @@ evaluations the process is killed by SIGKILL, and the same command goes on. Ever
 all training data and tested, which is not in its 20 seconds.
 Command: python experiments/compare_digits.py    writes experiments/results/compare_digits.json and
                                                  docs/images/compare_digits.png
-Time:    six to eight minutes on two cores. `--smoke` takes half a minute.
+Time:    six to eight minutes on two cores. `--smoke` takes half a minute, and writes both into the folder `--work`.
 Result:  in the file; docs/compare.md shows it and says why.
 """
 
-import argparse
-import json
 import shutil
 import signal
 import subprocess
@@ -20,30 +18,27 @@ import tempfile
 import time
 from pathlib import Path
 
+import record
+
 from longhorizon.outer_step import plain
 from longhorizon.rivals.ledger import Ledger, incumbents
 from longhorizon.rivals.page import write_page
 from longhorizon.rivals.regret import scores, table
 from longhorizon.rivals.testing import read_tests
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from environment import environment
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "experiments" / "results" / "compare_digits.json"
-PICTURE = ROOT / "docs" / "images" / "compare_digits.png"
+PICTURE = record.HERE.parent / "docs" / "images" / "compare_digits.png"
 FULL = ["--methods", "all", "--budget", "20s", "--repeats", "2"]
 SMOKE = ["--methods", "all", "--budget", "3 runs", "--steps", "40", "--outer-steps", "2", "--test-seeds", "2"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a size for tests")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser = record.arguments(__doc__ or "", "compare_digits")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="in docs/images without it")
     parser.add_argument("--kill-after", type=int, default=0, help="evaluations; default 300, or 20 with --smoke")
-    args = parser.parse_args()
+    args = record.parse(parser)
+    picture = args.picture or (record.out(args, "compare_digits").with_suffix(".png") if args.smoke else PICTURE)
     words, kill_after = (SMOKE, args.kill_after or 20) if args.smoke else (FULL, args.kill_after or 300)
+    words = [*words, "--device", args.device]
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "digits"
         began = time.monotonic()
@@ -52,12 +47,10 @@ def main() -> None:
         seconds = time.monotonic() - began
         content = gathered(directory, words, killed, seconds)
         page = write_page(directory)
-        args.picture.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(page.with_suffix("") / "regret.png", args.picture)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = args.out.with_name(args.out.name + ".part")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(args.out)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(page.with_suffix("") / "regret.png", picture)
+    record.finish(args, "compare_digits", content)
+    record.say(f"written: {picture}")
 
 
 def run(words: list[str], directory: Path, kill_after: int) -> int:
@@ -100,8 +93,7 @@ def gathered(directory: Path, words: list[str], killed: int, seconds: float) -> 
         for e in incumbents(evaluations)
     ]
     return {
-        "environment": environment(),
-        "command": "longhorizon compare " + " ".join(f"'{w}'" if " " in w else w for w in words),
+        "compared": "longhorizon compare " + " ".join(f"'{w}'" if " " in w else w for w in words),
         "killed_after_evaluations": killed,
         "seconds_in_all": seconds,
         "evaluations": len(evaluations),
@@ -115,4 +107,4 @@ def gathered(directory: Path, words: list[str], killed: int, seconds: float) -> 
 
 
 if __name__ == "__main__":
-    main()
+    record.run(main)

@@ -3,33 +3,26 @@
 Shows: an MLP on scikit-learn's digits, 200 steps; 5 learning rates, momentum and weight decay learnt from zero in 12
 outer steps (what `make tune` runs, once per tuning seed), then trained from scratch on all training data and tested.
 Command: python experiments/digits.py            writes experiments/results/digits.json
-Time:    about three minutes on two cores. `--smoke` takes seconds.
+Time:    about three minutes on two cores. `--smoke` takes seconds, and writes into the folder `--work`.
 Result:  in the file; README.md shows it.
 """
 
-import argparse
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean, stdev
 
+import record
 import torch
-from record import environment, write
 
 import longhorizon as lh
 from longhorizon import recipe as recipes
 from longhorizon import recipe_text
 from longhorizon.offtheshelf import train_off_the_shelf
 
-RESULTS = Path(__file__).parent / "results" / "digits.json"
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a size for tests")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    recipe = recipes.Recipe()
+    args = record.parse(record.arguments(__doc__ or "", "digits"))
+    recipe = recipes.Recipe(device=args.device)
     tuning_seeds, test_seeds = 5, 5
     if args.smoke:
         recipe, tuning_seeds, test_seeds = replace(recipe, steps=20, outer_steps=2), 2, 2
@@ -66,14 +59,12 @@ def main() -> None:
     for name, found in train_off_the_shelf(task, rule, hypers, steps, tuning_seeds * test_seeds).items():
         table[name] = summary([found.test_loss], [found.metrics["accuracy"]])
     content = {
-        "environment": environment(),
-        "command": "python experiments/digits.py" + (" --smoke" if args.smoke else ""),
         "recipe": recipe_text.to_toml(recipe),
         "table": table,
         "seconds_per_tuning_run": mean(r["seconds"] for r in runs),
         "runs": runs,
     }
-    write(args.out, content)
+    record.finish(args, "digits", content)
     for name, row in table.items():
         print(
             f"{name:<32} loss {row['loss']:.4f}, accuracy {100 * row['accuracy']:.2f} ± {100 * row['deviation']:.2f} %"
@@ -92,4 +83,4 @@ def summary(losses: list[list[float]], accuracies: list[list[float]]) -> dict[st
 
 
 if __name__ == "__main__":
-    main()
+    record.run(main)

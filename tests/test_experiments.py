@@ -20,7 +20,7 @@ sys.path.insert(0, str(EXPERIMENTS))
 
 
 def command(script, folder, *more):
-    given = ["--smoke", "--out", folder / "result.json"] + ([] if script == "digits" else ["--work", folder / "work"])
+    given = ["--smoke", "--out", folder / "result.json", "--work", folder / "work"]
     return [sys.executable, EXPERIMENTS / f"{script}.py", *given, *more]
 
 
@@ -133,6 +133,31 @@ def test_smoke_of_the_meters_bound(tmp_path):
 def test_smoke_of_digits(tmp_path):
     result = run("digits", tmp_path)
     assert result["table"]["learnt"]["trainings"] == 4
+
+
+@pytest.mark.parametrize("script", ["digits", "compare_digits"])
+def test_smoke_of_the_example_leaves_the_committed_result_alone(script, tmp_path):
+    """Without --out, all that a smoke writes is in the work folder."""
+    if script == "compare_digits":
+        pytest.importorskip("optuna")
+    before = (EXPERIMENTS / "results" / f"{script}.json").read_bytes()
+    picture = EXPERIMENTS.parent / "docs" / "images" / "compare_digits.png"
+    seen = picture.read_bytes()
+    done = subprocess.run(
+        [sys.executable, EXPERIMENTS / f"{script}.py", "--smoke", "--work", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=surroundings(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / f"{script}-smoke.json").read_text())
+    assert result["experiment"] == script
+    assert result["command"] == f"python experiments/{script}.py --smoke"
+    assert len(result["table"]) > 4
+    assert (tmp_path / "compare_digits-smoke.png").exists() == (script == "compare_digits")
+    assert (EXPERIMENTS / "results" / f"{script}.json").read_bytes() == before
+    assert picture.read_bytes() == seen
 
 
 @pytest.mark.slow
