@@ -6,6 +6,7 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
 
+import argparse
 import json
 import math
 import re
@@ -360,12 +361,15 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def main() -> None:
     """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is out of date")
+    check = parser.parse_args().check
     old = [page for page in pages() if rendered(page.read_text()) != page.read_text()]
     for page in old:
-        print(f"{page.name}: {'out of date' if '--check' in sys.argv else 'written'}")
-        if "--check" not in sys.argv:
+        print(f"{page.name}: {'out of date' if check else 'written'}")
+        if not check:
             page.write_text(rendered(page.read_text()))
-    sys.exit(bool(old) and "--check" in sys.argv)
+    sys.exit(bool(old) and check)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ The headers of the figures' scripts say the same of each (headers.py).
 The paper's numbers are typed in here, ours never: a cell without a result file reads "not run yet".
 """
 
+import argparse
 import json
 import re
 import sys
@@ -329,16 +330,19 @@ def _result(results: Path, name: str) -> dict[str, Any] | None:
 
 def main() -> None:
     """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 if a page is out of date")
+    check = parser.parse_args().check
     rows = rows_of()
     made = {page: rendered(page.read_text()) for page in PAGES}
     made |= {script: headers.rendered(script, rows) for script in headers.SCRIPTS}
     stale = {path: text for path, text in made.items() if text != path.read_text()}
     for path, text in stale.items():
-        if "--check" in sys.argv:
+        if check:
             print(f"{path.relative_to(HERE.parent)}: out of date, run python experiments/tables.py")
         else:
             path.write_text(text)
-    sys.exit(bool(stale) and "--check" in sys.argv)
+    sys.exit(bool(stale) and check)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,15 @@ def test_tables_are_up_to_date(page):
     assert tables.rendered(text) == text, "run: python docs/tables.py"
 
 
+def test_help_of_tables_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tables.py", "--help"])
+    monkeypatch.setattr(tables, "pages", lambda: pytest.fail("it looks at pages"))
+    with pytest.raises(SystemExit) as end:
+        tables.main()
+    assert end.value.code == 0
+    assert "--check" in capsys.readouterr().out
+
+
 def test_every_recipe_key_is_documented():
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "recipes.md").read_text(), re.M)
     assert set(rows) >= {f.name for f in fields(recipes.Recipe)}

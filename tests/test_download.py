@@ -449,7 +449,7 @@ def test_the_command_without_a_name_is_content_with_what_is_there(command):
     assert code == 0
     assert "digits: 1540 training" in said
     assert said.count(" is missing: ") == 4
-    assert said.count(";\n    fetch http") == said.count(";\n    or say where they are ") == 4  # lines that fit a screen
+    assert said.count(";\n    fetch http") == said.count(";\n    or say where they are ") == 4
 
 
 # What is in the package

@@ -253,6 +253,17 @@ def test_table_is_that_of_the_results():
     assert nothing.count("not run yet") == len(nothing.splitlines()) - 1 == 11
 
 
+def test_help_of_tables_writes_nothing(monkeypatch, capsys):
+    import tables
+
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--help"])
+    monkeypatch.setattr(tables, "rendered", lambda text: pytest.fail("it looks at pages"))
+    with pytest.raises(SystemExit) as end:
+        tables.main()
+    assert end.value.code == 0
+    assert "--check" in capsys.readouterr().out
+
+
 def test_figure1_is_that_of_its_entrants():
     """What is kept of each is all that the table is made of."""
     import contest
