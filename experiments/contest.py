@@ -15,6 +15,7 @@ at a size that one core can repeat: a small perceptron, and one epoch of MNIST.
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,17 @@ class Contest:
             say(f"{path} has other settings: nothing is read from there, or kept")
             return None
         return place
+
+    def smoke_first(self, labels: Sequence[str], seeds: Sequence[int]) -> None:
+        """For `--smoke`, let the usual entrants run that others look at, where they are not there yet."""
+        if not self.args.smoke:
+            return
+        there = {(card["label"], card["seed"]) for card in self.gathered().cards}
+        for growth in (1.0, 1.5):
+            entrant = Entrant("fds", "forward", 10.0, USUAL, growth=growth)
+            for seed in seeds:
+                if entrant.label in labels and (entrant.label, seed) not in there:
+                    self.run(entrant, seed)
 
     def outer_steps_of(self, label: str, seed: int) -> list[Evaluation]:
         """The evaluations of an entrant that has run, FDS's last being of what it ended with."""

@@ -197,7 +197,7 @@ def one(args: Any, name: str) -> None:
     if args.smoke:
         path = args.work / f"truth-{name}-smoke.json"
     if not path.exists() and (args.keep or not args.make):
-        say(f"{name}: no truth yet, run python experiments/truth.py --task {name}")
+        say(f"{name}: no truth yet, run python experiments/truth.py --task {name}" + " --smoke" * args.smoke)
         return
     task, hypers = setting(args, name)
     steps = 30 if args.smoke else TASKS[name].steps

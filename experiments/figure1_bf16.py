@@ -28,6 +28,7 @@ def main() -> None:
     args = record.parse(parser)
     seeds, labels = numbers("--seeds", args.seeds, int), args.labels.split(",")
     one = contest.Contest(args, "figure1", windows=7)
+    one.smoke_first(labels, seeds[:1])
     found = one.gathered()
     cards = [card for card in found.cards if card["label"] in labels and card["seed"] in seeds]
     if not cards:

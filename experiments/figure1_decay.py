@@ -27,6 +27,7 @@ def main() -> None:
     args = record.parse(parser)
     decays = numbers("--decays", args.decays, float)
     one = contest.Contest(args, "figure1", windows=7)
+    one.smoke_first([args.label], [args.seed])
     last = one.outer_steps_of(args.label, args.seed)[-1]
     seeds = 2 if args.smoke else args.test_seeds
     settings = one.settings | {"label": args.label, "seed": args.seed, "test_seeds": seeds}

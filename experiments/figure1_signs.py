@@ -40,7 +40,7 @@ def main() -> None:
     contest.options(parser)
     parser.add_argument("--label", default="fds-forward-clip10", help="entrants of figure1.py, with commas")
     parser.add_argument("--seeds", default="0", help="of each entrant, with commas between them")
-    parser.add_argument("--at", default="1,9", help="outer steps, from 0, with commas between them")
+    parser.add_argument("--at", help="outer steps, from 0, with commas between them; 1,9 without it")
     parser.add_argument("--epochs-of", type=float, help="of the runs; without it, as long as that outer step's")
     parser.add_argument("--pairs", type=int, default=24, help="of runs per point; at least as many as values")
     args = record.parse(parser)
@@ -51,10 +51,12 @@ def main() -> None:
     one = contest.Contest(args, "figure1", windows=7)
     values = sum(hyper.windows for hyper in one.hypers.values())
     pairs = len(hadamard(max(values, 1 if args.smoke else args.pairs)))  # the size that there is a design for
-    seeds, at = numbers("--seeds", args.seeds, int), numbers("--at", args.at, int)
+    seeds, at = numbers("--seeds", args.seeds, int), numbers("--at", args.at or ("1,2" if args.smoke else "1,9"), int)
+    labels = args.label.split(",")
+    one.smoke_first(labels, seeds)
     wanted = [
         Point(label, seed, index, own, args.epochs_of, one.epoch, pairs)
-        for label in args.label.split(",")
+        for label in labels
         for seed in seeds
         for own in [one.outer_steps_of(label, seed)]
         for index in at

@@ -433,6 +433,17 @@ def test_smoke_of_figure1_and_what_goes_with_it(tmp_path, inside, monkeypatch):
     assert len(set(plot._colours(list(labels)))) == 5
 
 
+def test_smokes_of_what_goes_with_figure1_make_it_first(tmp_path, inside):
+    """As the page promises, each has a smoke: nothing has to be run before, or to be named."""
+    rough = inside("figure1_bf16")
+    assert [(row["label"], row["seed"]) for row in rough["rows"]] == [("fds-forward-clip10-growth1.5", 0)]
+    assert inside("figure1_decay")["rows"].keys() == {"0", "0.0002", "0.0004", "0.0008"}
+    folder = tmp_path / "work" / "figure1-smoke"
+    made = (folder / "fds-forward-clip10-0" / "entrant.json").stat().st_mtime_ns
+    assert [p["index"] for p in inside("figure1_signs")["points"]] == [1, 2]
+    assert (folder / "fds-forward-clip10-0" / "entrant.json").stat().st_mtime_ns == made  # it was there already
+
+
 def test_smoke_of_figure1_on_mnist(tmp_path, inside):
     """The same protocol at a size for a CPU: its own result, rows, picture and table on the front page."""
     import figure1_rows
