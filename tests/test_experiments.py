@@ -247,6 +247,9 @@ def test_table_is_that_of_the_results():
     for page in tables.PAGES:
         assert tables.rendered(page.read_text()) == page.read_text(), "run python experiments/tables.py"
     rows = tables.rows_of()
+    assert max(len(row[3]) for row in rows if "noise and windows" in row[1]) < 110  # the rest has a table of its own
+    assert tables.figure2().count("\n") == 2 + len(tables.FIGURE2)
+    assert tables.figure2(EXPERIMENTS / "nothing").count("\n") == 2
     for script in headers.SCRIPTS:
         assert headers.rendered(script, rows) == script.read_text(), "run python experiments/tables.py"
     nothing = headers.ours("figure1.py", tables.rows_of(EXPERIMENTS / "nothing"))
