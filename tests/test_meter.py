@@ -25,13 +25,15 @@ def measured(engine, a=1.0, b=0.5, steps=40, lr=0.1, windows=2):
 
 
 @pytest.mark.parametrize("engine", [lh.Forward(), lh.Adjoint(), lh.Adjoint(store="sqrt")], ids=str)
-def test_growth_is_that_of_the_fastest_direction(engine):
+def test_exponents_are_those_of_the_fastest_direction(engine):
     meter = measured(engine).meter
     assert meter.of == ("adjoint" if isinstance(engine, lh.Adjoint) else "tangents")
+    rate = torch.log1p(torch.tensor(0.05)).item()
     # A tangent of a window that has ended only travels: Z' = (1 + lr b) Z. The adjoint does all the way.
+    assert meter.exponent(20, 40) == pytest.approx(rate, rel=1e-6)
     assert meter.growth(20, 40) == pytest.approx(1.05**20, rel=1e-6)
     if meter.of == "adjoint":
-        assert meter.growth(0, 40) == pytest.approx(1.05**40, rel=1e-6)
+        assert meter.exponent(0, 40) == pytest.approx(rate, rel=1e-6)
 
 
 def test_a_column_per_value_and_zero_before_it_begins():
@@ -84,6 +86,7 @@ def test_a_resumed_run_has_the_same_meter(engine):
 def test_what_has_no_influence_does_not_grow():
     flat = Meter("adjoint", torch.tensor([0, 4]), torch.tensor([[0.0], [0.0]]))
     assert flat.growth(0, 4) == 1.0
+    assert flat.exponent(0, 4) == 0.0
 
 
 def test_reading_between_two_readings_takes_the_next():

@@ -34,6 +34,7 @@ LAYERS = [
     ["retraining"],
     ["rundir"],
     ["schedule"],
+    ["attaching"],
     ["tuning"],
     ["outer_step"],
     ["outer"],
@@ -73,9 +74,11 @@ ENGINE_RANK = {name: rank for rank, names in enumerate(ENGINE_LAYERS) for name i
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of the package's own modules that a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Dotted names of the package's own modules that a file imports when it runs, wherever in it."""
+    found, tree = set(), ast.parse(path.read_text())
+    for_types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    left_out = {id(child) for n in for_types for child in ast.walk(n)}
+    for node in (n for n in ast.walk(tree) if id(n) not in left_out):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

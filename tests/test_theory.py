@@ -99,6 +99,7 @@ def test_terms_are_estimated():
     assert found.variance == pytest.approx(variance, rel=0.05)
     assert found.epsilon == pytest.approx(np.abs(np.diff(mu)).max(), abs=0.02)
     assert found.correlation == pytest.approx(c, abs=0.02)
+    assert theory.covariance(g) == pytest.approx(constant_correlation(variance, c), abs=0.08)
     assert found.mse_1 == pytest.approx(variance.mean(), rel=0.02)
 
 
@@ -126,6 +127,9 @@ def test_recommends_the_best_window():
     assert low <= found.best <= high
     assert found.windows == round(240 / found.best)
     assert 1 < found.best_bound < 240
+    assert theory.best_size(1.0, 0.01) == pytest.approx(
+        min(range(1, 241), key=lambda w: 1 / w + 1e-4 * (w**2 - 1) / 12), abs=1
+    )
 
 
 def test_nothing_to_average_and_nothing_to_share():

@@ -45,6 +45,11 @@ class Meter:
             before, after = after, before
         return after / before if before else math.inf if after else 1.0  # what is zero stays zero
 
+    def exponent(self, begin: int, end: int, column: int = 0) -> float:
+        """The rate of that growth per step: above zero, training amplifies changes."""
+        factor = torch.tensor(self.growth(begin, end, column), dtype=torch.float64)
+        return float(factor.log() / max(1, end - begin))
+
     def _read(self, size: Tensor, step: int, column: int) -> float:
         place = int(torch.searchsorted(self.steps, step).clamp(max=len(self.steps) - 1))
         return float(size[place, column])

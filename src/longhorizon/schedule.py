@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longhorizon.attaching import BETAS, FUNCTION, ScheduleScheduler, patterns, shown_type
+from longhorizon.files import write_aside
 from longhorizon.hypers import Hyper, Selector, argument, nearest, select, window_of
 from longhorizon.rules import Rule
 
@@ -129,10 +130,7 @@ class Schedule:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, aside and then renamed, so that no reader sees half a file."""
-        target = Path(path)
-        partial = target.with_name(target.name + ".part")
-        partial.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        os.replace(partial, target)
+        write_aside(Path(path), json.dumps(self.to_dict(), indent=2) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a schedule file."""

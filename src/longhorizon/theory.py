@@ -147,6 +147,13 @@ def estimate(hypergradients: Any) -> Noise:
     return Noise(len(g), mean, g.var(0, ddof=1), drift, _floor(residual), max_correlation(g))
 
 
+def covariance(hypergradients: Any) -> Array:
+    """Σ, without bias."""
+    g = _checked(hypergradients)
+    residual = g - g.mean(0)
+    return np.asarray(residual.T @ residual / (len(g) - 1))
+
+
 def max_correlation(hypergradients: Any) -> float:
     """c: the largest |Σ_tt'| / √(Σ_tt Σ_t't') of two different steps; a step without noise has none."""
     g = _checked(hypergradients)
@@ -213,11 +220,21 @@ def bound(size: int, variance: Any, epsilon: float, correlation: float) -> float
     return float((noise + drift).sum() / len(diagonal))
 
 
+def best_size(mse_1: float, epsilon: float) -> float:
+    """W at which the bound is lowest without correlation, (6 MSE_1 / ε²)^⅓; correlation moves it up or down a little.
+
+    >>> round(best_size(0.25, 0.08), 1)  # the paper's Figure 2
+    6.2
+    """
+    return (6 * mse_1 / epsilon**2) ** (1 / 3) if epsilon > 0 else math.inf
+
+
 def profile(
     kind: Literal["minimum", "maximum", "random"],
     steps: int,
     epsilon: float,
     rng: np.random.Generator | None = None,
+    start: float = 0.0,
 ) -> Array:
     """A sequence μ_t that changes by at most ε a step (the paper's Appendix B).
 
@@ -227,6 +244,7 @@ def profile(
         steps: T.
         epsilon: ε.
         rng: where randomness comes from.
+        start: μ of the first step.
     """
     if kind == "random":
         if rng is None:
@@ -236,7 +254,7 @@ def profile(
         changes = np.full(steps - 1, epsilon if kind == "maximum" else 0.0)
     else:
         raise ValueError(f"profile({kind!r}): expected 'minimum', 'maximum' or 'random'.")
-    return np.concatenate([[0.0], np.cumsum(changes)])
+    return start + np.concatenate([[0.0], np.cumsum(changes)])
 
 
 def sample(mean: Any, variance: Any, correlation: float, seeds: int, rng: np.random.Generator) -> Array:
@@ -305,9 +323,9 @@ def _edges(steps: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
     return edges[:-1], np.diff(edges)
 
 
-def _floor(residual: Array) -> float:
+def _floor(residual: Array, repeats: int = 200) -> float:
     """The largest change, step to step, of a mean that is zero in truth: each seed's noise under a random sign."""
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (200, len(residual)))
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (repeats, len(residual)))
     means = signs @ residual / math.sqrt(len(residual) * (len(residual) - 1))
     return float(np.abs(np.diff(means, axis=1)).max(1).mean())
 
