@@ -521,6 +521,17 @@ def test_a_run_says_whether_it_found_anything(tmp_path, start, nothing):
     assert len(repr(run)) < 1000
 
 
+def test_values_that_only_confirming_trained_with_are_found_too(tmp_path):
+    """From a learning rate of zero the only outer step trains nothing; its move does."""
+    words = {"hypers": {"lr": lh.Hyper(0.0, step=0.1)}, "outer_steps": 1}
+    assert tune(**words, confirm=0).found_nothing
+    run = tune(**words, confirm=1, dir=tmp_path / "r")
+    assert run.history[0].val_loss == pytest.approx(run.untrained)
+    assert run.confirmed.losses["last"][0] < run.untrained
+    assert not run.found_nothing
+    assert not tune(**words, confirm=1, dir=tmp_path / "r").found_nothing
+
+
 def test_a_stream_too_short_for_a_later_outer_step_is_refused_before_the_first():
     seen = []
     with pytest.raises(ValueError, match=r"ended after 30 batches, but the run has steps=40"):

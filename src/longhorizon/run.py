@@ -61,9 +61,11 @@ class Tuned:
 
     @property
     def found_nothing(self) -> bool:
-        """Whether no training run ended better than fresh weights."""
-        losses = [record.val_loss for record in self.history if math.isfinite(record.val_loss)]
-        return self.untrained is not None and bool(self.history) and min(losses, default=math.inf) >= self.untrained
+        """Whether no training run, of outer steps or of confirming, ended better than fresh weights."""
+        losses = [record.val_loss for record in self.history]
+        losses += [] if self.confirmed is None else [loss for own in self.confirmed.losses.values() for loss in own]
+        best = min(filter(math.isfinite, losses), default=math.inf)
+        return self.untrained is not None and bool(self.history) and best >= self.untrained
 
 
 def tune(
