@@ -182,7 +182,8 @@ def write(args: Any, one: contest.Contest) -> None:
     }
     record.finish(args, one.name, plain(content))
     for row in rows:
-        accuracy = "no score" if row.score is None else f"{100 * row.score:.2f} ± {100 * (row.deviation or 0):.2f} %"
+        spread = "" if row.deviation is None else f" ± {100 * row.deviation:.2f}"
+        accuracy = "no score" if row.score is None else f"{100 * row.score:.2f}{spread} %"
         say(f"{row.method:<16} {accuracy} ({row.seeds} seeds, {row.seconds:.0f} s each)")
 
 

@@ -68,7 +68,8 @@ def _rows(found: dict[str, Any] | None, start: str, name: str, paper: str, optio
         score, regret, when = "diverged in the test", "", ""
         if row["score"] is not None:
             seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
-            score = f"{100 * row['score']:.2f} ± {100 * row['deviation']:.2f} % ({seeds})"
+            spread = "" if row["deviation"] is None else f" ± {100 * row['deviation']:.2f}"  # of a single training
+            score = f"{100 * row['score']:.2f}{spread} % ({seeds})"
             if found["against"] or len(found["table"]) > 1:  # a method alone has nothing to regret
                 when = _when(row, cards, seeds)
                 regret = f", regret {100 * row['regret']:.2f} against {against}, {when}"

@@ -262,6 +262,19 @@ def test_a_test_that_fails_late_says_that_it_alone_is_done_again(tmp_path):
     assert (tmp_path / "run/journal.jsonl").read_bytes() == journal
 
 
+def test_the_deviation_of_one_test_is_not_known(tmp_path):
+    words = ["--steps", "6", "--outer-steps", "1", "--test-seeds", "1", "--compare", "false", "--confirm", "0"]
+    done = call("tune", "--dir", "run", *words, cwd=tmp_path)
+    assert "±" not in done.stdout
+    mean, deviation = json.loads((tmp_path / "run/result.json").read_text())["test"]["learnt"]["accuracy"]
+    assert f"accuracy {mean:.4f}\n" in done.stdout
+    assert deviation is None
+    said = json.loads(call("resume", "run", "--json", cwd=tmp_path).stdout.splitlines()[-1])
+    assert said["test"]["learnt"]["accuracy"] == [mean, None]
+    call("report", "run", cwd=tmp_path)
+    assert "± 0" not in (tmp_path / "run/report.html").read_text(encoding="utf-8")
+
+
 def test_a_result_that_is_not_finite_is_still_json(finished, tmp_path):
     words = ["--hypers.lr.start", "0.1", "--hypers.lr.high", "1e31", "--hypers.lr.step", "1e30", "--test-seeds", "2"]
     words += ["--confirm", "0"]  # or it would not be kept

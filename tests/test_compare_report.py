@@ -186,6 +186,8 @@ def test_a_seed_that_found_nothing_is_not_left_out(tmp_path):
     tests = [testing.Tested(*e.key, {"loss": [0.1], "accuracy": [accuracy[e.method]]}) for e in found if e.best]
     first, last = table(found, tests)
     assert (first.method, first.score) == ("fds", pytest.approx(0.9))
+    (alone,) = table([e for e in found if (e.method, e.seed) == ("fds", 0)], tests)
+    assert (alone.deviation, words(alone)[1]) == (None, "90.00 %")  # of one training
     assert (last.method, last.score, last.deviation, last.regret) == ("random", None, None, None)
     assert {curve.method: len(curve.times) for curve in curves(found, tests)} == {"random": 0, "fds": 1}
     with pytest.raises(ValueError, match="against='random': it has chosen nothing that trains"):

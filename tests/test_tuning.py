@@ -366,6 +366,9 @@ def test_retrain_uses_all_data_and_tests_in_eval_mode():
     mean, deviation = found.summary()["accuracy"]
     assert mean > 0.8
     assert deviation == pytest.approx(torch.tensor(found.metrics["accuracy"]).std().item())
+    (alone, unknown) = dataclasses.replace(found, test_loss=[0.3]).summary()["loss"]
+    assert alone == 0.3
+    assert math.isnan(unknown)
     model = make_model()
     model.load_state_dict(found.params | found.buffers)
     with torch.no_grad():

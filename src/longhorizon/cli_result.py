@@ -88,10 +88,15 @@ def write_result(
 
 
 def summary(runs: list[Run]) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of every score."""
+    """Mean and standard deviation of every score; NaN, which is null in result.json, where it is not known."""
     names = dict.fromkeys(name for run in runs for name in run)
     values = {name: [math.nan if run.get(name) is None else run[name] for run in runs] for name in names}
     return {name: mean_and_deviation(v) for name, v in values.items()}  # type: ignore[arg-type]
+
+
+def _with_spread(mean: float, deviation: float) -> str:
+    """A mean, with its deviation where that is known."""
+    return f"{mean:.4f}" if math.isnan(deviation) else f"{mean:.4f} ± {deviation:.4f}"
 
 
 def conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool) -> None:
@@ -105,7 +110,7 @@ def conclude(result: dict[str, Any], tuned: lh.Tuned, path: Path, as_json: bool)
         print(f"nothing was learnt: no run ended below {tuned.untrained:.4g}, the validation loss of fresh weights;")
         print("begin at other values, with smaller outer steps (`step`), or on shorter runs (`steps`)")
     for name, found in result.get("test", {}).items():
-        cells = ", ".join(f"{what} {mean:.4f} ± {deviation:.4f}" for what, (mean, deviation) in found.items())
+        cells = ", ".join(f"{what} {_with_spread(*pair)}" for what, pair in found.items())
         print(f"test, {name + ':':<32} {cells}")
     ending = ", until every step had become small," if result["converged"] else ""
     steps = result["outer_steps"]

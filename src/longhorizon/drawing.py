@@ -106,7 +106,8 @@ def _trace(line: Line, panel: Panel) -> dict[str, Any]:
         if line.error is not None:
             error = [_rounded(v) or 0 for v in line.error]
             trace["error_x"] = {"type": "data", "array": error, "thickness": 1.4, "width": 4}
-            trace["hovertemplate"] = "%{y}: %{x:.4g} ± %{error_x.array:.2g}<extra></extra>"
+            spread = "%{y}: %{x:.4g} ± %{error_x.array:.2g}<extra></extra>"
+            trace["hovertemplate"] = [trace["hovertemplate"] if v is None else spread for v in line.error]
         return trace
     place = {"x0": line.x[0], "dx": line.x[1]} if isinstance(line.x, tuple) else {"x": [_rounded(x) for x in line.x]}
     shown = "%{customdata:.4g}" if panel.scale == "symlog" else "%{y:.4g}"

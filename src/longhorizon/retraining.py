@@ -39,15 +39,18 @@ class Retrained:
     buffers: Buffers = field(repr=False)
 
     def summary(self) -> dict[str, tuple[float, float]]:
-        """Mean and standard deviation over the seeds, of the loss and of every metric."""
+        """Mean and standard deviation over the seeds, of the loss and of every metric.
+
+        The deviation of a single seed is NaN: it is not known.
+        """
         return {name: mean_and_deviation(v) for name, v in {"loss": self.test_loss, **self.metrics}.items()}
 
 
 def mean_and_deviation(found: Sequence[float]) -> tuple[float, float]:
-    """Of one number per seed; a single one deviates from nothing, and with one that is not finite neither is known."""
+    """Of one number per seed; NaN is what is not known: a single one's deviation, and both if one is not finite."""
     if not all(map(isfinite, found)):
         return nan, nan
-    return mean(found), stdev(found) if len(found) > 1 else 0.0
+    return mean(found), stdev(found) if len(found) > 1 else nan
 
 
 def retrain(

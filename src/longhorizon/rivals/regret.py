@@ -54,7 +54,7 @@ class Row:
 
     method: str
     score: float | None  # of what it chose in the end, mean over seeds and trainings; None if any seed has nothing
-    deviation: float | None  # between single trainings, of all seeds
+    deviation: float | None  # between single trainings, of all seeds; None for a single one
     score_name: str
     regret: float | None
     seconds_to_zero: float | None  # until its regret was zero and stayed so, mean over seeds; None if any never was
@@ -159,7 +159,7 @@ def table(evaluations: Sequence[Evaluation], tests: Sequence[Tested], against: s
             good = [v for v in single if v is not None]
             # Seeds that found nothing, and choices that diverge, have no score; a mean over the others would flatter.
             if good and len(good) == len(single) and len(finals) == len(seeds):
-                score, deviation = mean(good), stdev(good) if len(good) > 1 else 0.0
+                score, deviation = mean(good), stdev(good) if len(good) > 1 else None
                 regret = known.best - mean(known.of[e.key] for e in finals)
             for path in by_seed.values():
                 zero_at += _zero(path, known)
