@@ -333,6 +333,25 @@ def make_adam(parameters):
     return torch.optim.Adam(parameters, lr=0.05)
 
 
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda p: torch.optim.Adam(p, lr=5.0), "its outer.with.lr is 0.05, here it is 5.0"),
+        (lambda p: torch.optim.SGD(p, lr=0.05), "its outer.kind is 'Adam', here it is 'SGD'"),
+        (
+            lambda p: torch.optim.Adam([{"params": p[:1], "lr": 1.0}, {"params": p[1:]}], lr=0.05),
+            "its outer.with.groups is None",
+        ),
+    ],
+)
+def test_another_outer_optimizer_is_refused(tmp_path, other, words):
+    """Also from a function of no name; its saved state would hide it."""
+    tune(dir=tmp_path / "r", outer=lambda p: torch.optim.Adam(p, lr=0.05), outer_steps=1)
+    with pytest.raises(lh.RunError, match=words):
+        tune(dir=tmp_path / "r", outer=other, outer_steps=2)
+    assert len(tune(dir=tmp_path / "r", outer=make_adam, outer_steps=2).history) == 2  # another name, the same settings
+
+
 def test_task_is_not_needed_to_read_a_run(tmp_path):
     tune(dir=tmp_path / "r", outer_steps=2, task=make_task())
     assert [record.index for record in RunDirectory(tmp_path / "r").journal()] == [0, 1]

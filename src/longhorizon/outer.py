@@ -156,9 +156,7 @@ class TorchOuter:
     make: Callable[[Any], torch.optim.Optimizer]
 
     def init(self, hypers: Mapping[str, Hyper]) -> State:
-        made: object = self.make([torch.nn.Parameter(h.values()) for h in _learnt(hypers).values()])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"outer returned {made!r}: expected a torch.optim optimizer.")
+        made = self._made(hypers)
         closure = signature(made.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ValueError(
@@ -166,6 +164,20 @@ class TorchOuter:
                 "use one that takes a gradient as it is, e.g. torch.optim.Adam."
             )
         return {"optimizer": None, "shrink": 1.0}
+
+    def settings(self, hypers: Mapping[str, Hyper]) -> dict[str, Any]:
+        """What the optimizer is; its function's name would not tell, and a saved state would hide another one's."""
+        made = self._made(hypers)
+        groups = [{name: v for name, v in group.items() if name != "params"} for group in made.param_groups]
+        alike = all(group == groups[0] for group in groups)
+        chosen = groups[0] if alike else {"groups": groups}
+        return {"kind": type(made).__qualname__, "with": {**made.defaults, **chosen}}
+
+    def _made(self, hypers: Mapping[str, Hyper]) -> torch.optim.Optimizer:
+        made: object = self.make([torch.nn.Parameter(h.values()) for h in _learnt(hypers).values()])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"outer returned {made!r}: expected a torch.optim optimizer.")
+        return made
 
     def update(self, values: Values, mean: Values, state: State, hypers: Mapping[str, Hyper]) -> tuple[Values, State]:
         learnt = _learnt(hypers)

@@ -186,13 +186,13 @@ def _check_hooks(checkpoint_seconds: object, **hooks: object) -> None:
 
 def settings_of(tuning: Tuning) -> dict[str, Any]:
     """What defines a run: change one of these and it is another. `outer_steps` is not among them: it may grow."""
-    outer = tuning.outer
+    outer = tuning.outer.settings(tuning.given) if isinstance(tuning.outer, TorchOuter) else str(tuning.outer)
     engine = tuning.engine
     return {
         "rule": {"name": tuning.rule.name, "defaults": tuning.rule.defaults, "options": tuning.rule.options},
         "hypers": {key: _hyper_settings(hyper) for key, hyper in tuning.given.items()},
         "steps": tuning.horizons,
-        "outer": re.sub(r" at 0x\w+", "", str(outer.make if isinstance(outer, TorchOuter) else outer)),
+        "outer": re.sub(r" at 0x\w+", "", outer) if isinstance(outer, str) else outer,
         "engine": engine if isinstance(engine, str) else {"kind": type(engine).__name__, **_fields(engine)},
         "seed": tuning.seed,
         "seeds": tuning.seeds,
