@@ -153,6 +153,21 @@ def wrong():
     def loss(model, batch):
         inputs, targets = batch
     return task(loss)
+
+def failing(error):
+    taken = []
+    def loss(model, batch):
+        taken.append(batch)
+        if len(taken) > 9:
+            raise error
+        return model(batch).square().mean()
+    return task(loss)
+
+def asserts():
+    return failing(AssertionError())
+
+def divides():
+    return failing(ZeroDivisionError("nothing in it"))
 """
 
 
@@ -162,6 +177,11 @@ def test_an_error_in_the_user_s_code_says_where(tmp_path):
     line = OWN.splitlines().index("        inputs, targets = batch") + 1
     assert f"(mine.py, line {line}; ValueError; LONGHORIZON_DEBUG=1 shows where)" in said
     assert "Traceback" not in said
+    line = OWN.splitlines().index("            raise error") + 1
+    for name, words, kind in (("asserts", "", "AssertionError"), ("divides", "nothing in it ", "ZeroDivisionError")):
+        said = call("tune", "--task", f"mine:{name}", "--engine", "forward", *SMALL, cwd=tmp_path, code=1).stderr
+        assert f"longhorizon: {words}(mine.py, line {line}; {kind}; LONGHORIZON_DEBUG=1 shows where) The last" in said
+        assert "Traceback" not in said
 
 
 TESTED = """

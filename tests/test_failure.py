@@ -374,6 +374,61 @@ def test_an_index_error_of_the_user_s_own_is_not_the_end_of_the_stream():
         lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=5, engine=lh.Forward())
 
 
+class Missing:
+    """A stream that lacks an item."""
+
+    def __init__(self, lacks):
+        self.lacks = lacks
+
+    def __getitem__(self, t):
+        if t == self.lacks:
+            raise FileNotFoundError("17.png")
+        return pairs(t)
+
+
+def mislabelled(lacks):
+    return [(pairs(t)[0], pairs(t)[1] + 9 * (t == lacks)) for t in range(9)]
+
+
+@pytest.mark.parametrize("train", [Missing, mislabelled], ids=str)
+@EVERY_ENGINE
+def test_an_error_in_a_later_step_says_which(train, engine):
+    task = lh.Task(mlp, classify, lambda seed: train(6), held_out(pairs))
+    with pytest.raises((OSError, IndexError, RuntimeError)) as caught:
+        lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, steps=9, seed=5, engine=engine)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"The last training batch asked for was that of step 6 \(from 0\), with seed \d+\.", note)
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_an_error_in_a_later_step_of_a_test_says_which(seeds):
+    task = lh.Task(mlp, classify, lambda seed: mislabelled(6), held_out(pairs), test=lambda: [pairs(1)])
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        lh.retrain(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, {"lr": [0.1]}, steps=9, seeds=seeds)
+    assert re.match(
+        r"The last training batch asked for was that of step 6 \(from 0\), with", caught.value.__notes__[-1]
+    )
+
+
+def test_an_error_within_a_run_says_that_it_can_be_resumed(tmp_path):
+    seen = []
+
+    def train(seed):
+        seen.append(seed)
+        return Missing(6 if len(set(seen)) > 1 and not fixed else -1)
+
+    fixed = []
+    task = lh.Task(mlp, classify, train, held_out(pairs))
+    words = {"steps": 9, "outer_steps": 2, "engine": lh.Forward(), "dir": tmp_path / "r", "confirm": 0}
+    with pytest.raises(FileNotFoundError) as caught:
+        lh.tune(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, **words)
+    where, remedy = caught.value.__notes__
+    assert where.endswith(f"step 6 (from 0), with seed {seen[-1]}, in outer step 2.")
+    assert remedy.startswith(f"{tmp_path / 'r'} has what was done up to the last checkpoint: put this right, and the")
+    fixed.append(True)
+    assert len(lh.tune(task, lh.sgd(), {"lr": lh.Hyper(0.1)}, **words).history) == 2
+
+
 # --- models that cannot be differentiated twice, or only in part ---
 
 

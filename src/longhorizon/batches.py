@@ -13,6 +13,8 @@ from torch import Tensor
 from longhorizon import seeds
 from longhorizon.task import USUAL, Called
 
+_latest: tuple[int, int] | None = None  # step and seed of the training batch that was asked for last, for errors
+
 
 class Batches:
     """The training stream of one run.
@@ -43,6 +45,7 @@ class Batches:
             self._kept = {}
 
     def __getitem__(self, step: int) -> Any:
+        self._ask(step)
         if self._kept is not None and step in self._kept:
             return self._kept[step]
         if self.is_sequence:
@@ -66,6 +69,10 @@ class Batches:
                 self._kept[self._cursor - 1] = batch
             if self._cursor == step + 1:
                 return batch
+
+    def _ask(self, step: int) -> None:
+        global _latest
+        _latest = step, self._seed
 
     def _restart(self) -> None:
         seeds.seed_all(seeds.mix(self._seed, seeds.FETCH))
@@ -97,7 +104,16 @@ def joined(streams: Sequence[Batches], steps: Sequence[int]) -> Any:
     make = vars(type(sources[0])).get("_joined")
     if not isinstance(make, staticmethod) or any(type(source) is not type(sources[0]) for source in sources):
         return None
+    for stream, step in zip(streams, steps, strict=True):
+        stream._ask(step)
     return make(sources, steps)
+
+
+def note_step(error: Exception, where: str = "") -> None:
+    """Add to an error of a training step where training was."""
+    if _latest is not None:
+        step, seed = _latest
+        error.add_note(f"The last training batch asked for was that of step {step} (from 0), with seed {seed}{where}.")
 
 
 def free_memory(device: torch.device) -> int:

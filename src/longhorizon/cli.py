@@ -55,8 +55,16 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, TypeError, KeyError, RuntimeError, ImportError, OSError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error
-        _die(" ".join([f"{text}{_place(error)}", *getattr(error, "__notes__", ())]), 1)
+        _die(_said(error), 1)
+    except (LookupError, AttributeError, AssertionError, ArithmeticError) as error:
+        if not _place(error):  # nothing that we say on purpose
+            raise
+        _die(_said(error), 1)
+
+
+def _said(error: Exception) -> str:
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join([f"{text}{_place(error)}".strip(), *getattr(error, "__notes__", ())])
 
 
 def _place(error: BaseException) -> str:

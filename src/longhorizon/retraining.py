@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longhorizon import compile, tree
+from longhorizon.batches import note_step
 from longhorizon.cuda import Precision
 from longhorizon.functional import Buffers
 from longhorizon.hypers import Hyper, window_of
@@ -185,7 +186,11 @@ def trained(
         problems = [first if begin + i == 0 else make() for i, make in enumerate(group)]
         training = Lanes(problems, None, together, total) if together > 1 else Alone(problems[0], None, total)
         for step in range(steps):
-            loss = training.step(step)
+            try:
+                loss = training.step(step)
+            except Exception as error:
+                note_step(error)
+                raise
             if progress is not None:
                 progress(begin * steps + (step + 1) * len(group), len(makes) * steps)
             if step % 100 == 99 and not torch.isfinite(loss).any():

@@ -213,7 +213,15 @@ def _drive(
     measured = directory is None or MEASURED in (directory.describe().get("environment") or {})
     with stop_signals(directory is not None) as asked:
         while not tuning.done:
-            record = tuning.advance()
+            try:
+                record = tuning.advance()
+            except Exception as error:
+                if directory is not None and directory.begun and tuning.run is not None:  # within a training run
+                    error.add_note(
+                        f"{directory.path} has what was done up to the last checkpoint: put this right, and the same "
+                        "call (or longhorizon resume) goes on from there."
+                    )
+                raise
             if not measured and directory is not None and tuning.problem is not None:
                 directory.measured("dtype", str(tuning.problem.dtype).removeprefix("torch."))
                 directory.measured(MEASURED, rounding_error(tuning.problem))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from longhorizon import seeds as seeding
-from longhorizon.batches import Batches
+from longhorizon.batches import Batches, note_step
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
 from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
 from longhorizon.engines.entry import check_engine
@@ -132,6 +132,9 @@ class Tuning:
                 if other is None:
                     raise
                 run = self._begin_with(other)
+            except Exception as error:
+                note_step(error, f", in outer step {self.index + 1}")
+                raise
         if not run.done:
             self.seconds += time.perf_counter() - began
             return None

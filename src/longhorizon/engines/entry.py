@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from longhorizon.batches import note_step
 from longhorizon.cuda import Precision
 from longhorizon.engines.adjoint import Adjoint
 from longhorizon.engines.base import Engine, Progress, Run
@@ -86,16 +87,22 @@ def compute(
     """The hypergradient of a problem that is already checked."""
     chosen, why = resolve(problem, engine, per_step)
     try:
-        run = _begun(chosen, problem, progress)
+        try:
+            run = _begun(chosen, problem, progress)
+        except NotDifferentiable:
+            other = instead(chosen) if engine == "auto" else None
+            if other is None:
+                raise
+            run, why = _begun(other, problem, progress), ADJOINT_ONLY
+        while not run.done:
+            run.advance()
+            if progress is not None:
+                progress(run.progress)
     except NotDifferentiable:
-        other = instead(chosen) if engine == "auto" else None
-        if other is None:
-            raise
-        run, why = _begun(other, problem, progress), ADJOINT_ONLY
-    while not run.done:
-        run.advance()
-        if progress is not None:
-            progress(run.progress)
+        raise
+    except Exception as error:
+        note_step(error)
+        raise
     result = run.result()
     return replace(result, engine=f"{result.engine}: {why}") if why else result
 
