@@ -1,10 +1,12 @@
 """Bad input is refused before any work, with the error type and the words that say what, where and what to do."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import longhorizon as lh
@@ -491,7 +493,41 @@ CONSTRUCTORS = {
     "loss none": (lambda: task(loss=0.5), TypeError, r"Task\(loss=0.5\): expected a function"),
     "train list": (lambda: task(train=[1, 2]), TypeError, r"Task\(train=\[1, 2\]\): expected a function"),
     "val list": (lambda: task(val=[1, 2]), TypeError, r"Task\(val=\[1, 2\]\): expected a function"),
-    "val_loss": (lambda: task(val_loss=1), TypeError, r"Task\(val_loss=1\): expected a function or None"),
+    "val_loss": (lambda: task(val_loss=1), TypeError, r"Task\(val_loss=1\): expected a function `.*` or None"),
+    "train data": (
+        lambda: task(train=[(torch.randn(99, 9), torch.randn(99))] * 99),
+        TypeError,
+        r"^Task\(train=.{0,300}\): expected a function `\(seed\) -> batches`\.$",
+    ),
+    "train takes nothing": (
+        lambda: task(train=lambda: [pairs(0)]),
+        TypeError,
+        r"Task\(train=…\) has the parameters \(\): expected a function `\(seed\) -> batches`",
+    ),
+    "val takes nothing": (lambda: task(val=lambda: []), TypeError, r"Task\(val=…\) has the parameters \(\)"),
+    "test takes a seed": (lambda: task(test=lambda seed: []), TypeError, r"Task\(test=…\) has the parameters \(seed\)"),
+    "model takes one": (
+        lambda: task(model=nn.Flatten.forward),
+        TypeError,
+        r"Task\(model=…\) has the parameters \(self",
+    ),
+    "loss takes one": (lambda: task(loss=lambda batch: 0), TypeError, r"Task\(loss=…\) has the parameters \(batch\)"),
+    "loss takes four": (
+        lambda: task(loss=lambda a, b, c, d: 0),
+        TypeError,
+        r"Task\(loss=…\) has the parameters \(a, b",
+    ),
+    "loss of torch": (
+        lambda: task(loss=nn.CrossEntropyLoss()),
+        TypeError,
+        r"Task\(loss=CrossEntropyLoss\(\)\): torch's own losses take outputs and targets; expected .* For instance `loss",
+    ),
+    "loss a function of torch": (lambda: task(loss=F.cross_entropy), TypeError, "torch's own losses take outputs"),
+    "val_loss of torch": (
+        lambda: task(val_loss=functools.partial(F.cross_entropy, label_smoothing=0.1)),
+        TypeError,
+        r"Task\(val_loss=.*torch's own losses take outputs",
+    ),
     "val_mode": (lambda: task(val_mode="test"), ValueError, r"Task\(val_mode='test'\): expected 'eval' or 'train'"),
     "rule argument": (
         lambda: lh.sgd(lr=torch.tensor(0.1)),

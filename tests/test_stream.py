@@ -315,12 +315,19 @@ def test_a_task_from_a_function():
     assert task.val_mode == "train"
 
 
+def test_a_task_and_its_data_print_in_a_few_lines():
+    parts = data.image_data(numbered(), 8, 0.2)
+    assert "tensor" not in repr((parts.task("mlp-4"), parts.train_set))
+    assert len(repr(parts.task("mlp-4"))) < 1500
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
         ({"model": "lenet"}, ValueError, r"LeNet\(size=6\)"),
         ({"model": "lent"}, ValueError, "unknown model 'lent'"),
         ({"model": nn.Flatten, "init": "he"}, ValueError, "init='he' applies to a model given by its name"),
+        ({"model": nn.Linear(4, 2)}, TypeError, r"image_task\(model=…\): expected a function that makes the model"),
         ({"data": 3}, TypeError, "data=3: expected a name"),
         ({"data": "cifr10"}, ValueError, "unknown data set"),
         ({"batch_size": 41}, ValueError, "batch_size=41: expected 1 to 40"),

@@ -1,13 +1,27 @@
 """What is trained and judged: a model, a loss, a stream of training batches and a validation set."""
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 Loss = Callable[..., Tensor]
+
+FORMS = {
+    "model": "() -> nn.Module",
+    "loss": "(model, batch) -> scalar",
+    "train": "(seed) -> batches",
+    "val": "(seed) -> list of batches",
+    "val_loss": "(model, batch) -> scalar",
+    "metrics": '(model, batch) -> {"accuracy": …}',
+    "full": "(seed) -> batches",
+    "test": "() -> list of batches",
+}
+REQUIRED = ("model", "loss", "train", "val")
 
 
 @dataclass(frozen=True)
@@ -42,18 +56,11 @@ class Task:
     test: Callable[[], Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "train", "val"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"Task({name}={getattr(self, name)!r}): expected a function.")
-        if isinstance(self.model, nn.Module):
-            raise TypeError(
-                "Task(model=…): expected a function that makes the model (every run starts from a fresh one); "
-                "write `model=lambda: MyModel()`."
-            )
-        for name in ("val_loss", "metrics", "full", "test"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                form = ' `(model, batch) -> {"accuracy": …}`' if name == "metrics" else ""
-                raise TypeError(f"Task({name}={getattr(self, name)!r}): expected a function{form} or None.")
+        check_model("Task", self.model)
+        for name in FORMS:
+            given, needed = getattr(self, name), name in REQUIRED
+            if needed or given is not None:
+                _check_function(name, given, "" if needed else " or None")
         if self.val_mode not in ("eval", "train"):
             raise ValueError(f"Task(val_mode={self.val_mode!r}): expected 'eval' or 'train'.")
 
@@ -82,6 +89,43 @@ class Called:
 
 
 USUAL = Called()
+
+
+def check_model(where: str, model: object) -> None:
+    """Refuse a model where a function that makes one is expected."""
+    if isinstance(model, nn.Module):
+        raise TypeError(
+            f"{where}(model=…): expected a function that makes the model (every run starts from a fresh one); "
+            "write `model=lambda: MyModel()`."
+        )
+
+
+def _check_function(name: str, given: Any, alternative: str) -> None:
+    """Refuse what cannot be called as a task's functions are, where its signature tells."""
+    expected = f"expected a function `{FORMS[name]}`{alternative}."
+    if not callable(given):
+        raise TypeError(f"Task({name}={_in_short(given)}): {expected}")
+    inner = given.func if isinstance(given, partial) else given
+    if name in ("loss", "val_loss") and str(getattr(inner, "__module__", "")).startswith("torch.nn."):
+        raise TypeError(
+            f"Task({name}={_in_short(given)}): torch's own losses take outputs and targets; {expected} For instance "
+            f"`{name}=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])`."
+        )
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    count = FORMS[name].partition(")")[0].count(",") + (FORMS[name][1] != ")")
+    count += name in ("loss", "val_loss") and takes_hypers(given)
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        raise TypeError(f"Task({name}=…) has the parameters {signature}: {expected}") from None
+
+
+def _in_short(value: object) -> str:
+    text = " ".join(reprlib.repr(value).split())
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def takes_hypers(loss: Loss) -> bool:

@@ -1,6 +1,6 @@
 """A set of labelled images, as every reader returns it and as a user can make it from tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -46,13 +46,13 @@ class Images:
     """
 
     name: str
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
+    train_images: Tensor = field(repr=False)
+    train_labels: Tensor = field(repr=False)
+    test_images: Tensor = field(repr=False)
+    test_labels: Tensor = field(repr=False)
     classes: int
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
+    mean: tuple[float, ...] = field(default=(), repr=False)
+    std: tuple[float, ...] = field(default=(), repr=False)
     augment: Augment = PLAIN
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ same batches. What is left for a step is a handful of kernels.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,11 @@ class Resident:
     Made by `to_device`.
     """
 
-    pixels: Tensor  # uint8 (count, channels, height + 2 pad, width + 2 pad)
-    labels: Tensor  # int64 (count,)
+    pixels: Tensor = field(repr=False)  # uint8 (count, channels, height + 2 pad, width + 2 pad)
+    labels: Tensor = field(repr=False)  # int64 (count,)
     pad: int
-    scale: Tensor  # (channels, 1, 1), as `shift`: byte · scale + shift has mean 0 and variance 1
-    shift: Tensor
+    scale: Tensor = field(repr=False)  # (channels, 1, 1), as `shift`: byte · scale + shift has mean 0 and variance 1
+    shift: Tensor = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)

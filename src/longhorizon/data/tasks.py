@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Literal
 
@@ -15,7 +15,7 @@ from longhorizon.data.download import Progress
 from longhorizon.data.images import PLAIN, Augment, Images
 from longhorizon.data.sets import load
 from longhorizon.data.stream import Batch, Resident, Stream, equal_batches, split, to_device
-from longhorizon.task import Task
+from longhorizon.task import Task, check_model
 
 MakeModel = Callable[[], nn.Module]
 
@@ -29,8 +29,8 @@ class ImageData:
     """
 
     images: Images
-    train_set: Resident
-    test_set: Resident
+    train_set: Resident = field(repr=False)
+    test_set: Resident = field(repr=False)
     batch_size: int
     val_fraction: float
     val_batch_size: int
@@ -66,6 +66,7 @@ class ImageData:
         self, model: str | MakeModel, val_mode: Literal["eval", "train"] = "eval", init: str | None = None
     ) -> Task:
         """A classification task; see `image_task`."""
+        check_model("image_task", model)
         images, device, dtype = self.images, self.train_set.labels.device, self.train_set.scale.dtype
 
         def make() -> nn.Module:
@@ -188,6 +189,7 @@ def image_task(
 
     The other arguments are those of `image_data`.
     """
+    check_model("image_task", model)  # before anything is downloaded
     made = image_data(
         data,
         batch_size,
