@@ -502,9 +502,14 @@ def test_weight_decay_that_is_left_on_others_is_warned_of(rule, warned):
     assert [str(w.message)[: len(words)] for w in said] == [words] * warned
 
 
+def test_a_batch_instead_of_a_list_of_batches_is_refused_outright():
+    with pytest.raises(TypeError, match=r"Task.val\(\d+\) returned bare tensors, 2 of them.*write \[\(x, y\)\] for"):
+        tune(task=make_task(val=lambda seed: make_task().val(seed)[0]))
+
+
 @pytest.mark.parametrize(("part", "hint"), [("val", "Task.val has to return a list of batches"), ("train", "")])
 def test_a_batch_that_fails_is_named(part, hint):
-    wrong = {"val": lambda seed: make_task().val(seed)[0], "train": lambda seed: [(torch.zeros(3, 99),) * 2] * 20}
+    wrong = {part: lambda seed: [(torch.zeros(3, 99),) * 2] * 20 for part in ("val", "train")}
     with pytest.raises((ValueError, IndexError, RuntimeError)) as caught:
         tune(task=make_task(**{part: wrong[part]}))
     (note,) = caught.value.__notes__

@@ -344,6 +344,13 @@ def _check_losses(problem: Problem) -> None:
             with torch.set_grad_enabled(part == "train"):
                 value, _ = functional.loss(params, state.buffers, batch, recorder, part)  # type: ignore[arg-type]
         except Exception as error:
+            bare = part == "val" and all(isinstance(item, Tensor) for item in problem.val)
+            if bare and not isinstance(problem.batch(0), Tensor):
+                raise TypeError(
+                    f"{source} returned bare tensors, {len(problem.val)} of them, where training batches are none: one "
+                    "batch, it seems. It has to return a list of batches; write [(x, y)] for (x, y). On the first "
+                    f"tensor Task.{name} fails: {error}"
+                ) from error
             say = f"; {source} has to return a list of batches, not one of them" if part == "val" else ""
             error.add_note(f"This was the first batch of {source}, given to Task.{name}{say}.")
             raise
