@@ -497,7 +497,7 @@ CONSTRUCTORS = {
     "train data": (
         lambda: task(train=[(torch.randn(99, 9), torch.randn(99))] * 99),
         TypeError,
-        r"^Task\(train=.{0,300}\): expected a function `\(seed\) -> batches`\.$",
+        r"^Task\(train=.{0,80}\): expected a function `\(seed\) -> batches`\.$",
     ),
     "train takes nothing": (
         lambda: task(train=lambda: [pairs(0)]),
@@ -520,7 +520,7 @@ CONSTRUCTORS = {
     "loss of torch": (
         lambda: task(loss=nn.CrossEntropyLoss()),
         TypeError,
-        r"Task\(loss=CrossEntropyLoss\(\)\): torch's own losses take outputs and targets; expected .* For instance `loss",
+        r"Task\(loss=CrossEntropyLoss\(\)\): torch's own losses take outputs and targets; .* For instance `loss",
     ),
     "loss a function of torch": (lambda: task(loss=F.cross_entropy), TypeError, "torch's own losses take outputs"),
     "val_loss of torch": (

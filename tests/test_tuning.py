@@ -149,6 +149,26 @@ def test_a_diverged_outer_step_is_survived():
     assert all(math.isfinite(v) for v in run.schedule["lr"].tolist())
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda x, y: (x * math.nan, y), r"But the training batch of step 7 \(from 0\) holds NaN or infinity"),
+        (lambda x, y: (x * 1e200, y), r"But all failed at one and the same step, 7 \(from 0\): look at its training"),
+        (None, r"non-finite loss at step .*Start lower\.$"),
+    ],
+)
+def test_data_that_spoil_every_run_are_mentioned(spoil, words):
+    def train(seed):
+        return [spoil(*batch) if spoil and i == 7 else batch for i, batch in enumerate(batches(seed))]
+
+    def squared(model, batch):
+        return (model[0](batch[0]).square() * batch[1][:, None]).mean()
+
+    task = make_task(train=train, loss=squared, val_loss=loss)
+    with pytest.raises(RuntimeError, match=words):
+        tune(task=task, hypers={"lr": lh.Hyper(0.01 if spoil else 1e200)}, outer_steps=5)
+
+
 def huge(model, batch):
     """A loss that is finite, and beyond all bounds once the weights have moved far."""
     size = sum(p.abs().sum() for p in model.parameters())

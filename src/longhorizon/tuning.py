@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from longhorizon import seeds as seeding
+from longhorizon import tree
 from longhorizon.batches import Batches, note_step
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
 from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
@@ -91,6 +92,9 @@ class Tuning:
         self.converged = self.outer.converged(self.outer_state)
         self._inner_saved = saved["run"] if saved else None
         self.traces = Traces() if traces is None else traces
+        self._failed: list[
+            tuple[int, bool] | None
+        ] = []  # while no run has gone well: step, and whether out of the blue
         self._problem: Problem | None = None
         self._prepared: Problem | None = None  # that of the next run
         self._run: Run | None = None
@@ -249,6 +253,7 @@ class Tuning:
         else:
             exploded = f"{exploded}; half a step back" if exploded and self.good is not None else exploded
             bad = [exploded] * len(finished) if exploded else bad
+            self._failed += [f.get("failed") for f in finished]
             self.outer_state = self.outer.shrink(self.outer_state)
             self.values = at if self.good is None else halfway(self.good[1], at, self.hypers)
         record = OuterStep(
@@ -279,8 +284,20 @@ class Tuning:
         if self.good is None and self.index >= min(PATIENCE, self.outer_steps):
             why = bad[0] if bad else "no hypergradient is finite"
             runs = f"{self.index} training runs in a row" if self.index > 1 else "the training run"
-            raise RuntimeError(f"{runs} diverged at the starting values ({why}). Start lower.")
+            raise RuntimeError(f"{runs} diverged at the starting values ({why}). Start lower.{self._data_at_fault()}")
         return record
+
+    def _data_at_fault(self) -> str:
+        """What speaks for the data where no training run went well; "" if nothing does."""
+        failed, problem = self._failed[-1] if self._failed else None, self._problem
+        if failed is None or problem is None:
+            return ""
+        step, _ = failed
+        if not all(bool(x.isfinite().all()) for x in tree.leaves(problem.batch(step))):
+            return f" But the training batch of step {step} (from 0) holds NaN or infinity: look at the data first."
+        if len(self._failed) > 1 and set(self._failed) == {(step, True)}:
+            return f" But all failed at one and the same step, {step} (from 0): look at its training batch, too."
+        return ""
 
     def _exploded(self, val_loss: float) -> str:
         """What is wrong with a run that ends worse than it began: its derivative says nothing; "" if it is fine.
@@ -381,11 +398,21 @@ def _summary(result: Hypergradient, metrics: dict[str, float], doubted: Doubts) 
         "val_loss": result.val_loss,
         "began": float(result.train_loss[0]),
         "status": str(result.status),
+        "failed": _failure(result),
         "engine": result.engine,
         "metrics": metrics,
         "doubts": doubted,
         "error": result.error,
     }
+
+
+def _failure(result: Hypergradient) -> tuple[int, bool] | None:
+    """The step whose training loss was no number, and whether the one before it was still as at the beginning."""
+    step = result.status.step
+    if result.status.what != "loss" or step is None:
+        return None
+    began, before = float(result.train_loss[0]), float(result.train_loss[max(0, step - 1)])
+    return step, step > 1 and before <= most_of_fine(began, began)
 
 
 def _good(saved: Any) -> tuple[float, Values] | None:
