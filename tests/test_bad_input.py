@@ -151,6 +151,11 @@ CALLS = {
     "bool": (lr(True), TypeError, r"'lr' starts at True, which is no float"),
     "numpy integer": (lr(np.int64(2)), TypeError, r"'lr' starts at .*2.*, which is no float.*write 2.0"),
     "integer in a list": (lr([0.1, 2], windows=2), TypeError, r"'lr' starts at 2, which is no float"),
+    "a word in a list": (
+        lr([0.1, "a"], windows=2),
+        TypeError,
+        r"'lr' starts at \[0.1, 'a'\], and 'a' is no float: expected a float, or one per window\.$",
+    ),
     "integer tensor": (lr(torch.tensor([1, 2]), windows=2), TypeError, r"'lr' starts at 1, which is no float"),
     "string start": (lr("0.1"), TypeError, r"'lr' starts at '0.1': expected a float, or one per window"),
     "None start": (lr(None), TypeError, r"'lr' starts at None: expected a float"),

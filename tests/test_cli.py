@@ -285,6 +285,7 @@ def test_a_test_that_fails_late_says_that_it_alone_is_done_again(tmp_path):
 def test_the_deviation_of_one_test_is_not_known(tmp_path):
     words = ["--steps", "6", "--outer-steps", "1", "--test-seeds", "1", "--compare", "false", "--confirm", "0"]
     done = call("tune", "--dir", "run", *words, cwd=tmp_path)
+    assert "1 outer step through 6 training steps each" in done.stdout + done.stderr
     assert "±" not in done.stdout
     mean, deviation = json.loads((tmp_path / "run/result.json").read_text())["test"]["learnt"]["accuracy"]
     assert f"accuracy {mean:.4f}\n" in done.stdout

@@ -211,9 +211,9 @@ def test_damage_is_one_clear_sentence_and_loses_nothing(tmp_path):
             (directory / name).write_bytes(content)
 
     (directory / "checkpoint.pt").write_bytes(b"not a checkpoint")
-    broken("checkpoint.pt cannot be read .*; delete it to go on from the journal")
+    broken(r"checkpoint.pt cannot be read \(\w+\); delete it to go on from the journal\.$")
     (directory / "checkpoint.pt").write_bytes(whole["checkpoint.pt"][:200])
-    broken("checkpoint.pt cannot be read")
+    broken(r"checkpoint.pt cannot be read \(\w+\); delete")
     (directory / "run.json").unlink()
     broken("has a journal or a checkpoint but no run.json: part of it was deleted")
     (directory / "run.json").write_text("{")
@@ -227,6 +227,13 @@ def test_damage_is_one_clear_sentence_and_loses_nothing(tmp_path):
     broken("belongs to another run")
     (directory / "journal.jsonl").write_bytes(b"{broken}\n" + whole["journal.jsonl"])
     broken("journal.jsonl is damaged at line 1")
+
+
+def test_a_directory_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert tune(dir="~/r", outer_steps=1).dir == tmp_path / "home/r"
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_checkpoint_with_code_in_it_is_not_run(tmp_path):

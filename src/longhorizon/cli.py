@@ -144,7 +144,7 @@ def tune(
     recipe, words = file_or_key(recipe, context.args)
     chosen = recipes.load_recipe(recipe, overrides(words))
     name = recipe.stem if recipe else chosen.task.partition(":")[0] or chosen.data
-    path = Path(dir) if dir else next_directory(Path("runs"), name)
+    path = Path(dir).expanduser() if dir else next_directory(Path("runs"), name)
     if lh.RunDirectory(path).begun:
         raise lh.RunError(f"{path} holds a run already; go on with it by 'longhorizon resume {path}'.")
     _tune(chosen, path, as_json, tensorboard, optuna_storage)

@@ -75,7 +75,7 @@ def compare(context: click.Context, recipe: Path | None, dir: str, as_json: bool
     recipe, words = file_or_key(recipe, context.args)
     chosen = recipes.load_recipe(recipe, overrides(words))
     name = recipe.stem if recipe else chosen.task.partition(":")[0] or chosen.data
-    path = Path(dir) if dir else next_directory(Path("runs"), f"{name}-compare")
+    path = Path(dir).expanduser() if dir else next_directory(Path("runs"), f"{name}-compare")
     if (path / "run.json").exists() and not is_comparison(path):
         raise lh.RunError(f"{path} holds a tuning run; choose another directory.")
     run(chosen, path, as_json=as_json, **plan)

@@ -299,7 +299,8 @@ def _opening(tuning: Tuning) -> str:
     size = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     begin = f"from outer step {tuning.index + 1} on, " if tuning.index else ""
     searching = f"; searching {ranges}" if ranges else ""
-    return f"{begin}{tuning.outer_steps} outer steps through {size} training steps each{searching}"
+    outer, inner = ("step" if count == 1 else "steps" for count in (tuning.outer_steps, steps[-1]))
+    return f"{begin}{tuning.outer_steps} outer {outer} through {size} training {inner} each{searching}"
 
 
 def _duration(seconds: float) -> str:

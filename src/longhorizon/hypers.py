@@ -147,7 +147,12 @@ def _check_one(key: str, hyper: Hyper, steps: int) -> None:
     if isinstance(starts, str) or not isinstance(starts, Sequence | Tensor):
         raise TypeError(f"hyperparameter {key!r} starts at {hyper.start!r}: expected a float, or one per window.")
     for value in starts.reshape(-1).tolist() if isinstance(starts, Tensor) else starts:
-        if isinstance(value, Integral) or not isinstance(value, Real):
+        if not isinstance(value, Real):
+            raise TypeError(
+                f"hyperparameter {key!r} starts at {hyper.start!r}, and {value!r} is no float: expected a float, or "
+                "one per window."
+            )
+        if isinstance(value, Integral):
             raise TypeError(
                 f"hyperparameter {key!r} starts at {value!r}, which is no float: only real values have a derivative; "
                 f"write {_as_float(value)} if it is one."

@@ -372,4 +372,9 @@ def make(name: str, *, classes: int = 10, channels: int = 3, size: int = 32, ini
     for pattern, build in _KNOWN.values():
         if re.fullmatch(pattern, name.lower()):
             return build([int(n) for n in re.findall(r"-(\d+)", name)], Shape(classes, channels, size), init)
-    raise ValueError(f"unknown model {name!r}.{nearest(name.lower(), NAMES)} For instance wrn-16-1 or mlp-64-64.")
+    family = name.lower().partition("-")[0]
+    forms = [
+        form for form in NAMES if form.partition("-")[0] == family and form != form.lower()
+    ]  # the numbers are missing
+    hint = f" Its form is {forms[0]!r}." if forms else nearest(name.lower(), NAMES)
+    raise ValueError(f"unknown model {name!r}.{hint} For instance wrn-16-1 or mlp-64-64.")

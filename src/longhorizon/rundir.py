@@ -47,7 +47,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]):
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise ValueError(f"dir={path!r}: expected the name of a directory; '.' is the one you are in.")
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self._lock: int | None = None
 
     def __enter__(self) -> "RunDirectory":
@@ -227,9 +227,9 @@ def load_tensors(path: Path) -> dict[str, Any] | None:
         payload = torch.load(path, map_location="cpu", weights_only=True)
         version, _ = payload["format"], payload["content"]
     except Exception as error:  # torch raises many kinds for a damaged file
-        first = str(error).splitlines()[0] if str(error) else ""
+        # Not what torch says: how to read it all the same, at the cost of safety.
         raise RunError(
-            f"{path} cannot be read ({type(error).__name__}: {first[:80]}); delete it to go on from the journal."
+            f"{path} cannot be read ({type(error).__name__}); delete it to go on from the journal."
         ) from None
     if version > FORMAT:
         raise RunError(f"{path} has format {version}; this longhorizon reads up to {FORMAT}: update it.")
