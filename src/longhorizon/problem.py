@@ -347,7 +347,7 @@ def _check_losses(problem: Problem) -> None:
             bare = part == "val" and all(isinstance(item, Tensor) for item in problem.val)
             if bare and not isinstance(problem.batch(0), Tensor):
                 raise TypeError(
-                    f"{source} returned bare tensors, {len(problem.val)} of them, where training batches are none: one "
+                    f"{called.judged_on(problem.seed)} returned bare tensors, {len(problem.val)} of them, where training batches are none: one "
                     "batch, it seems. It has to return a list of batches; write [(x, y)] for (x, y). On the first "
                     f"tensor Task.{name} fails: {error}"
                 ) from error
