@@ -347,9 +347,9 @@ def _check_losses(problem: Problem) -> None:
             bare = part == "val" and all(isinstance(item, Tensor) for item in problem.val)
             if bare and not isinstance(problem.batch(0), Tensor):
                 raise TypeError(
-                    f"{called.judged_on(problem.seed)} returned bare tensors, {len(problem.val)} of them, where training batches are none: one "
-                    "batch, it seems. It has to return a list of batches; write [(x, y)] for (x, y). On the first "
-                    f"tensor Task.{name} fails: {error}"
+                    f"{called.judged_on(problem.seed)} returned bare tensors, {len(problem.val)} of them, where "
+                    "training batches are none: one batch, it seems. It has to return a list of batches; write "
+                    f"[(x, y)] for (x, y). On the first tensor Task.{name} fails: {error}"
                 ) from error
             say = f"; {source} has to return a list of batches, not one of them" if part == "val" else ""
             error.add_note(f"This was the first batch of {source}, given to Task.{name}{say}.")
