@@ -424,20 +424,20 @@ def test_retrain_may_be_shorter_than_the_schedule_has_windows():
     assert short.test_loss == same.test_loss
 
 
-NO_LIST = "This was the first batch of Task.test, given to Task.loss; Task.test has to return a list of batches"
+NO_LIST = r"Task.test\(\) returned bare tensors, 2 of them"
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"test": lambda: batches(7)[0]}, NO_LIST),
-        ({"test": lambda seed: batches(7)}, r"This was the call of Task.test\(\)"),
+        ({"test": lambda: batches("seven")}, r"This was the call of Task.test\(\)"),
         ({"test": lambda: []}, r"Task.test\(\) returned no batches: the test loss needs at least one"),
         ({"test": lambda: 3}, r"Task.test\(\) returned int: expected a list of batches"),
         ({"test": lambda: [*batches(7, 2), (torch.zeros(3, 99),) * 2]}, r"Task.test\(\) has a batch 2 \(from 0\)"),
         ({"full": lambda seed: batches(seed, 3)}, r"Task.full\(0\) ended after 3 .*steps=5.* or train for fewer steps"),
         ({"full": lambda seed: iter(batches(seed, 3))}, r"Task.full\(0\) ended after 3 batches"),
-        ({"full": lambda: batches(0)}, r"This was the call of Task.full\(0\)"),
+        ({"full": lambda seed: batches("seven")}, r"This was the call of Task.full\(0\)"),
         ({"full": lambda seed: 3}, r"Task.full returned int: expected batches"),
         ({"full": lambda seed: [torch.zeros(3, 99)] * 5}, "This was the first batch of Task.full, given to Task.loss"),
         ({"full": None, "train": lambda seed: batches(seed, 3)}, r"Task.train\(0\) ended after 3 batches"),
