@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import longhorizon as lh
+from longhorizon.engines.base import check_repeated
 from longhorizon.problem import environment, make_problem
 from longhorizon.task import takes_hypers
 from problems import classify, held_out, mlp, pairs, problem, stream, task_of
@@ -215,3 +216,41 @@ def test_a_third_parameter_with_a_default_is_the_loss_s_own():
     assert all(takes_hypers(f) for f in (named, lambda m, b, h: 0))
     assert not any(takes_hypers(f) for f in (weighted, lambda m, b, *rest: 0))
     assert differentiate(task_of(mlp, loss=named), "auto").status.ok
+
+
+class Mixed(torch.nn.Module):
+    """A model of one dtype whose logits have another."""
+
+    def __init__(self, own, logits):
+        super().__init__()
+        self.inside, self.own, self.logits = mlp().to(own), own, logits
+
+    def forward(self, x):
+        return self.inside(x.to(self.own)).to(self.logits)
+
+
+@pytest.mark.parametrize(
+    ("own", "logits", "close"),
+    [
+        (torch.bfloat16, torch.float32, 0.1),
+        (torch.float16, torch.float32, 0.02),
+        (torch.float32, torch.float64, 1e-4),
+        (torch.float64, torch.float32, 1e-4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine", ["adjoint", "greedy", "hybrid"])
+def test_the_loss_may_have_another_dtype_than_the_parameters(own, logits, close, engine):
+    found = differentiate(task_of(lambda: Mixed(own, logits)), EXACT[engine], {"lr": lh.Hyper(0.1)})
+    truth = differentiate(task_of(mlp), EXACT[engine], {"lr": lh.Hyper(0.1)})
+    assert torch.allclose(found.grad["lr"], truth.grad["lr"], rtol=close)
+
+
+@pytest.mark.parametrize(("loss", "repeats"), [(1.0, True), (1.01, True), (1.1, False)])
+def test_a_repeated_loss_may_differ_by_the_rounding_of_its_coarser_dtype(loss, repeats):
+    one, other = torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(loss)
+    if repeats:
+        check_repeated(0, one, other)
+        return
+    with pytest.raises(lh.ReplayError):
+        check_repeated(0, one, other)

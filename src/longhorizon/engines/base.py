@@ -112,8 +112,10 @@ class Watch:
 
 def check_repeated(step: int, before: Tensor, again: Tensor) -> None:
     """Refuse a step whose loss is another when it is computed again: its derivative would belong to no run."""
-    tolerance = 1e-3 if before.dtype != torch.float64 else 1e-6  # kernels may differ in rounding, batches do not
-    if not torch.isclose(before, again, rtol=tolerance, atol=tolerance, equal_nan=True):
+    kinds = (before.dtype, again.dtype)  # losses are kept in the dtype of the parameters, which may be another
+    tolerance = 1e-6 if kinds == (torch.float64, torch.float64) else 1e-3  # kernels differ in rounding, batches do not
+    tolerance = max(tolerance, *(2 * torch.finfo(kind).eps for kind in kinds))
+    if not torch.isclose(before, again.to(before.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise ReplayError(
             f"step {step} had the loss {float(before):g} and, computed again, {float(again):g}: Task.train or the "
             "model is random beyond its seed. Draw randomness from the seed or, in the data, from torch, numpy or "
