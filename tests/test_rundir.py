@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,30 @@ def test_a_broken_run_goes_on_exactly(tmp_path, engine, when):
     assert [without_clock(r) for r in resumed.history] == [without_clock(r) for r in calm.history]
     assert resumed.schedule == calm.schedule
     assert resumed.best == calm.best
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["checkpoint", "journal"])
+@pytest.mark.parametrize(
+    ("engine", "outer"),
+    [
+        (lh.Forward(compile=False), None),
+        (lh.Factorial(), None),
+        (lh.Adjoint(), partial(torch.optim.Adam, lr=0.05)),
+    ],
+    ids=["forward", "factorial", "torch optimizer"],
+)
+def test_hyperparameters_in_another_order_are_the_same_run(tmp_path, engine, outer, lost):
+    if lost and outer is not None:
+        pytest.skip("a torch optimizer's state is in the checkpoint alone")
+    settings = {"engine": engine, "outer": outer, "outer_steps": 3, "confirm": 0}
+    hypers = {"lr": lh.Hyper(0.1, windows=2, step=0.05), "momentum": lh.Hyper(0.3, step=0.1)}
+    calm = tune(hypers=hypers, **settings)
+    stopped_after(tmp_path / "r", 50, hypers=hypers, **settings)
+    if lost:
+        tune(dir=tmp_path / "r", hypers=hypers, **settings | {"outer_steps": 1})
+        (tmp_path / "r/checkpoint.pt").unlink()
+    resumed = tune(dir=tmp_path / "r", hypers=dict(reversed(hypers.items())), **settings)
+    assert [without_clock(r) for r in resumed.history] == [without_clock(r) for r in calm.history]
 
 
 def test_a_finished_run_is_read_not_repeated(tmp_path):

@@ -269,7 +269,7 @@ def from_journal(first: Tuning, history: list[OuterStep]) -> dict[str, Any]:
     best, last = best_of(history), history[-1]
     return first.save() | {
         "index": last.index + 1,
-        "values": {**first.values, **last.next},
+        "values": {**last.next, **{key: v for key, v in first.values.items() if key not in last.next}},  # in its order
         "outer": last.outer,
         "good": (good[-1].val_loss, good[-1].values) if good else None,
         "best": None if best is None else (best.val_loss, best.steps, best.values),

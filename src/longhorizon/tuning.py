@@ -64,6 +64,8 @@ class Tuning:
         check_parts(task, rule)
         self.horizons = check_steps(steps)
         check_hypers(hypers, min(self.horizons))
+        if saved is not None:  # columns of a design, tangents and a torch optimizer are known by their place
+            hypers = {key: hypers[key] for key in [*saved["values"], *hypers] if key in hypers}
         self.task, self.rule, self.given, self.hypers = task, rule, dict(hypers), fitted(rule, hypers)
         self.outer_steps = _at_least_one("outer_steps", outer_steps)
         self.seeds = _at_least_one("seeds", seeds)
