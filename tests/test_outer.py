@@ -113,6 +113,17 @@ def test_gradient_descent_on_the_log_scale_follows_the_chain_rule():
     assert path[0] == pytest.approx(2.0 * math.exp(-0.1 * 3.0 * 2.0))
 
 
+@pytest.mark.parametrize("outer", [lh.GradientDescent(1.0), as_outer(functools.partial(torch.optim.SGD, lr=1.0))])
+@pytest.mark.parametrize("grad", [1e4, -1e4])
+def test_a_step_that_would_overflow_on_the_log_scale_moves_nothing(outer, grad):
+    path, _ = descend([grad, -0.5], outer=outer, start=1.0, scale="log")
+    assert path == pytest.approx([1.0, math.exp(0.5)])
+    bound, _ = descend([grad], outer=outer, start=1.0, scale="log", low=0.5, high=2.0)
+    assert bound == [0.5 if grad > 0 else 2.0]
+    path, _ = descend([1e308], outer=lh.GradientDescent(1e9), start=1.0)
+    assert path == [1.0]
+
+
 def test_torch_optimizer_keeps_its_momentum_between_outer_steps():
     make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
     path, _ = descend([1.0, 1.0], as_outer(make))

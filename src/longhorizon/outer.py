@@ -218,7 +218,15 @@ def as_outer(outer: Any) -> Outer:
 
 
 def move(values: Tensor, by: Tensor, hyper: Hyper) -> Tensor:
-    """Values moved in their own scale, then put back inside the bounds."""
+    """Values moved in their own scale, then put back inside the bounds; one that would be no value stays."""
+    moved = _projected(values, by, hyper)
+    fine = (
+        moved.isfinite() & (moved > 0) if hyper.scale == "log" else moved.isfinite()
+    )  # e to a large number is neither
+    return torch.where(fine, moved, values)
+
+
+def _projected(values: Tensor, by: Tensor, hyper: Hyper) -> Tensor:
     moved = values * by.exp() if hyper.scale == "log" else values + by
     return moved.clamp(-math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high)
 
@@ -257,7 +265,7 @@ def search_range(
     ranges = {}
     for key, hyper in _learnt(hypers if rule is None else fitted(rule, hypers)).items():
         reach = torch.full((hyper.windows,), step_size(key, hyper) * outer_steps, dtype=torch.float64)
-        low, high = move(hyper.values(), -reach, hyper), move(hyper.values(), reach, hyper)
+        low, high = (_projected(hyper.values(), by, hyper) for by in (-reach, reach))
         ranges[key] = (float(low.min()), float(high.max()))
     return ranges
 
