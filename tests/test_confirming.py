@@ -157,6 +157,21 @@ def test_stopped_while_confirming_it_goes_on(tmp_path, kind, monkeypatch):
     assert len(again) == 1 + 3
 
 
+@pytest.mark.parametrize(("confirm", "words"), [(3, "while confirming"), (0, "when tuning was done")])
+def test_stopped_in_the_last_outer_step_it_goes_on(tmp_path, confirm, words):
+    def stop(record):
+        if record.index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    settings, trained = {"hypers": NEAR, "outer_steps": 2, "confirm": confirm}, []
+    with pytest.raises(lh.Interrupted, match=words):
+        tune(dir=tmp_path / "r", on_step=stop, **settings)
+    assert not (tmp_path / "r/confirmed.json").exists()
+    found, calm = tune(task=counted(trained), dir=tmp_path / "r", **settings), tune(**settings)
+    assert (found.schedule, found.confirmed) == (calm.schedule, calm.confirmed)
+    assert bool(trained) == bool(confirm)
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"losses": {"last": 3}}', '{"losses": {"last": {"x": 1}}, "values": 2}']
 )

@@ -10,7 +10,7 @@ from longhorizon.confirming import Confirmed, confirm, kept_in, seconds_in
 from longhorizon.cuda import Precision
 from longhorizon.problem import Problem, environment, make_problem
 from longhorizon.rundir import CONFIRMED, RunDirectory, RunError, fingerprint
-from longhorizon.stopping import Interrupted, stop_signals
+from longhorizon.stopping import Interrupted
 from longhorizon.tuning import Tuning, run_seed
 
 FRESH = 10**6  # more than the outer steps of any run: seeds that none of them has
@@ -22,8 +22,13 @@ def decide(
     count: int,
     precision: Precision,
     note: Callable[[str], None] | None,
+    asked: list[int],
 ) -> Confirmed | None:
-    """Whether to keep the last values or the best; each training run that is done is on disk."""
+    """Whether to keep the last values or the best; each training run that is done is on disk.
+
+    Args:
+        asked: gets an entry when it is to stop, or has one already.
+    """
     if not count or tuning.best is None:
         return None
     # The best first: where every run diverges, what trained once is kept.
@@ -50,35 +55,36 @@ def decide(
         save({})
 
     left = [seed for name in values for seed in seeds if seed not in known.get(name, {})]
-    with stop_signals(directory is not None) as asked:
 
-        def stop_if_asked(*_: int) -> None:
-            if asked:
-                place = directory.path if directory else ""
-                raise Interrupted(
-                    f"stopped while confirming what to keep; outer steps and finished trainings are saved in {place}",
-                    "the same call goes on",
-                )
+    def stop_if_asked(*_: int) -> None:
+        if asked:
+            place = directory.path if directory else ""
+            raise Interrupted(
+                f"stopped while confirming what to keep; outer steps and finished trainings are saved in {place}",
+                "the same call goes on",
+            )
 
-        if left and directory is not None:
-            with environment(precision):
-                given = tuning.task, tuning.rule, tuning.given, steps, left[0], tuning.values, tuning.traces
-                check_model(directory, make_problem(*given))
-        if left and note is not None:
-            note(f"confirming: {count} plain trainings of {steps} steps with the last values, and with the best ones")
-        found = confirm(
-            tuning.task,
-            tuning.rule,
-            tuning.given,
-            values,
-            steps=steps,
-            seeds=seeds,
-            precision=precision,
-            traces=tuning.traces,
-            known=known,
-            progress=stop_if_asked,
-            on_run=done,
-        )
+    if left:
+        stop_if_asked()
+    if left and directory is not None:
+        with environment(precision):
+            given = tuning.task, tuning.rule, tuning.given, steps, left[0], tuning.values, tuning.traces
+            check_model(directory, make_problem(*given))
+    if left and note is not None:
+        note(f"confirming: {count} plain trainings of {steps} steps with the last values, and with the best ones")
+    found = confirm(
+        tuning.task,
+        tuning.rule,
+        tuning.given,
+        values,
+        steps=steps,
+        seeds=seeds,
+        precision=precision,
+        traces=tuning.traces,
+        known=known,
+        progress=stop_if_asked,
+        on_run=done,
+    )
     if note is not None:
         bad = not math.isfinite(min(map(min, found.losses.values())))
         note(f"kept the {found.chosen} values{', though neither trains with other seeds' if bad else ''}: {found}")

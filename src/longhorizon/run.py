@@ -147,8 +147,8 @@ def tune(
         history: list[OuterStep] = []
         with environment(precision):
             tuning.prepare()
-            _drive(tuning, None, history, checkpoint_seconds, on_step, progress)
-        return _tuned(tuning, history, None, decide(tuning, None, confirm, precision, note))
+            _drive(tuning, None, history, checkpoint_seconds, on_step, progress, [])
+        return _tuned(tuning, history, None, decide(tuning, None, confirm, precision, note, []))
     first = Tuning(task, rule, hypers, **given)  # checks before anything is written
     if not RunDirectory(dir).begun:
         with environment(precision):
@@ -167,10 +167,16 @@ def tune(
         with environment(precision):
             if not tuning.done:
                 check_model(directory, tuning.made())
-            _drive(tuning, directory, history, checkpoint_seconds, on_step, progress)
-        found = decide(tuning, directory, confirm, precision, note)
-        tuned = _tuned(tuning, history, directory.path, found)
-        _save_schedules(directory, tuning, tuned.schedule)
+        with stop_signals(True) as asked:
+            with environment(precision):
+                _drive(tuning, directory, history, checkpoint_seconds, on_step, progress, asked)
+            found = decide(tuning, directory, confirm, precision, note, asked)
+            tuned = _tuned(tuning, history, directory.path, found)
+            _save_schedules(directory, tuning, tuned.schedule)
+        if asked:  # what the caller does next was not to begin
+            raise Interrupted(
+                f"stopped when tuning was done; all is saved in {directory.path}", "the same call goes on"
+            )
         return tuned
 
 
@@ -206,43 +212,43 @@ def _drive(
     checkpoint_seconds: float,
     on_step: Callable[[OuterStep], None] | None,
     progress: Callable[[Tuning], None] | None,
+    asked: list[int],  # to stop
 ) -> None:
     saved_at = time.monotonic()
     if progress is not None and not tuning.done:
         progress(tuning)
     measured = directory is None or MEASURED in (directory.describe().get("environment") or {})
-    with stop_signals(directory is not None) as asked:
-        while not tuning.done:
-            try:
-                record = tuning.advance()
-            except Exception as error:
-                if directory is not None and directory.begun and tuning.run is not None:  # within a training run
-                    error.add_note(
-                        f"{directory.path} has what was done up to the last checkpoint: put this right, and the same "
-                        "call (or longhorizon resume) goes on from there."
-                    )
-                raise
-            if not measured and directory is not None and tuning.problem is not None:
-                directory.measured("dtype", str(tuning.problem.dtype).removeprefix("torch."))
-                directory.measured(MEASURED, rounding_error(tuning.problem))
-                measured = True
-            if record is not None:
-                history.append(record)
-                if directory is not None:
-                    directory.append(record)  # before the checkpoint: a record is never lost
-                    _save_schedules(directory, tuning)
-                if on_step is not None:
-                    on_step(record)
-            elif progress is not None:
-                progress(tuning)
-            due = record is not None or asked or time.monotonic() - saved_at >= checkpoint_seconds
-            if directory is not None and due:
-                directory.checkpoint(tuning.save())
-                saved_at = time.monotonic()
-            if asked and not tuning.done:
-                where = f"at outer step {tuning.index + 1} of {tuning.outer_steps}"
-                place = directory.path if directory else ""
-                raise Interrupted(f"stopped {where}; all is saved in {place}", "the same call goes on")
+    while not tuning.done:
+        try:
+            record = tuning.advance()
+        except Exception as error:
+            if directory is not None and directory.begun and tuning.run is not None:  # within a training run
+                error.add_note(
+                    f"{directory.path} has what was done up to the last checkpoint: put this right, and the same "
+                    "call (or longhorizon resume) goes on from there."
+                )
+            raise
+        if not measured and directory is not None and tuning.problem is not None:
+            directory.measured("dtype", str(tuning.problem.dtype).removeprefix("torch."))
+            directory.measured(MEASURED, rounding_error(tuning.problem))
+            measured = True
+        if record is not None:
+            history.append(record)
+            if directory is not None:
+                directory.append(record)  # before the checkpoint: a record is never lost
+                _save_schedules(directory, tuning)
+            if on_step is not None:
+                on_step(record)
+        elif progress is not None:
+            progress(tuning)
+        due = record is not None or asked or time.monotonic() - saved_at >= checkpoint_seconds
+        if directory is not None and due:
+            directory.checkpoint(tuning.save())
+            saved_at = time.monotonic()
+        if asked and not tuning.done:
+            where = f"at outer step {tuning.index + 1} of {tuning.outer_steps}"
+            place = directory.path if directory else ""
+            raise Interrupted(f"stopped {where}; all is saved in {place}", "the same call goes on")
 
 
 def _where(directory: RunDirectory, history: list[OuterStep], first: Tuning) -> dict[str, Any] | None:
