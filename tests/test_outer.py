@@ -217,3 +217,23 @@ def test_values_stay_where_the_optimizer_has_a_meaning():
         assert 0 <= record.next["beta2"].item() <= 0.9999999
         assert record.next["eps"].item() >= 1e-30
     assert {record.next["beta2"].item() for record in run.history} & {0.0, 0.9999999}
+
+
+@pytest.mark.parametrize("by", ["value", "norm"])
+def test_a_learnt_clip_of_the_gradient_stays_positive(by):
+    rule, grad_clip = lh.clipped(lh.adam(), 1.0, by=by), {"grad_clip": lh.Hyper(0.2, step=0.3)}
+    low, high = search_range(grad_clip, 3, rule)["grad_clip"]
+    assert low == 1e-30
+    assert high == pytest.approx(1.1)
+    assert rule.ranges["beta2"] == lh.adam().ranges["beta2"]
+    task = lh.Task(
+        lambda: torch.nn.Linear(2, 1).double(),
+        lambda m, b: m(b).square().mean(),
+        lambda seed: [torch.ones(3, 2).double()] * 4,
+        lambda seed: [torch.ones(3, 2).double()],
+    )
+    hypers = {"lr": lh.Hyper(3.0, learn=False), **grad_clip}
+    for record in lh.steps(task, lh.clipped(lh.sgd(), 1.0, by=by), hypers, steps=4, outer_steps=3):
+        assert record.next["grad_clip"].item() > 0
+    with pytest.raises(ValueError, match="takes at least 1e-30"):
+        lh.hypergradient(task, rule, {"grad_clip": lh.Hyper(-0.5, step=0.1)}, steps=4)

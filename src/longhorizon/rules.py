@@ -194,12 +194,13 @@ def clipped(rule: Rule, grad_clip: float, by: Literal["value", "norm"] = "value"
         raise ValueError(f"clipped(rule=…): {rule.name} has a clip already, and the level of both would be one value.")
 
     name, defaults = f"clipped {rule.name}", {**rule.defaults, "grad_clip": grad_clip}
+    ranges = {**rule.ranges, "grad_clip": Range(low=1e-30)}  # below zero every gradient would be one number, or uphill
     if by == "value":
-        return replace(rule, name=name, defaults=defaults, update=_behind_a_clip(rule.update))
+        return replace(rule, name=name, defaults=defaults, update=_behind_a_clip(rule.update), ranges=ranges)
     if rule.together is not None:
         raise ValueError(f"clipped(rule=…, by='norm'): {rule.name} changes all gradients together already.")
     options, together = {**rule.options, "clip_by": by}, Together(("grad_clip",), _scaled_to_norm)
-    return replace(rule, name=name, defaults=defaults, options=options, together=together)
+    return replace(rule, name=name, defaults=defaults, options=options, together=together, ranges=ranges)
 
 
 # Functions are made once for each choice, so that rules of the same arguments are equal and share their traces.
