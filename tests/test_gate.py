@@ -1,5 +1,6 @@
 """Exact where it is calm and smoothed where it is not; and values that wait for a sign that is supported."""
 
+import math
 import re
 import tomllib
 from dataclasses import replace
@@ -41,6 +42,13 @@ def test_a_calm_run_stays_exact():
     assert found.engine == f"{exact.engine}, H·q clipped by itself"
     assert_identical(exact, replace(found, engine=exact.engine))
     assert found.error is None
+
+
+def test_what_is_smoothed_without_a_spare_pair_is_not_doubted_for_its_derivative():
+    found = lh.hypergradient(saddle(0.5), lh.sgd(), HYPERS, steps=40, engine=lh.Hybrid(distance=1e-3, pairs=2))
+    assert found.error["lr"].tolist() == [math.inf, pytest.approx(math.nan, nan_ok=True)]
+    assert found.error["momentum"].tolist() == [math.inf]
+    assert doubts(found, 40) == {"lr": ["", ""], "momentum": [""]}
 
 
 def test_doubted_values_are_smoothed_and_the_others_stay_exact():
@@ -216,6 +224,8 @@ def test_a_sign_needs_its_error():
     grads = [{"lr": torch.tensor([1.0, 1.0, 1.0])}]
     error = {"lr": torch.tensor([0.5, 3.0, torch.nan])}
     assert among_seeds(grads, [{"lr": [""] * 3}], error) == {"lr": ["", "unsure: 63% sure of its sign", ""]}
+    unknown = {"lr": torch.full((3,), torch.inf)}  # smoothed, by as many pairs as values
+    assert among_seeds(grads, [{"lr": [""] * 3}], unknown) == {"lr": [""] * 3}
     assert sureness(2.0, 1.0) == pytest.approx(0.977, abs=1e-3)
 
 

@@ -289,16 +289,29 @@ def test_the_range_that_is_told_is_the_one_that_can_be_reached(engine, low):
     assert told["momentum"] == pytest.approx((-0.3, 0.3))
 
 
+@pytest.mark.parametrize("error", [0.1, math.inf])
 @pytest.mark.parametrize("outer", [None, lh.SignDescent(growth=1.5), lh.GradientDescent(1.0)])
-def test_a_learning_rate_that_was_not_shifted_below_zero_does_not_move_there(outer):
+def test_a_learning_rate_that_was_not_shifted_below_zero_does_not_move_there(outer, error):
     rises = {"lr": [1.0, 1.0], "momentum": [1.0], "weight_decay": [0.0]}
-    known = {"lr": [0.1, math.nan], "momentum": [0.1], "weight_decay": [0.1]}  # the second one's slope is exact
+    known = {"lr": [error, math.nan], "momentum": [0.1], "weight_decay": [0.1]}  # the second one's slope is exact
     engine = Told((1.0, FALLS, SURE), *[(1.0, rises, known)] * 4)
     run = tune(engine=engine, outer_steps=5, outer=outer)
     first, second = run.last["lr"].tolist()
     assert first == 0
     assert second < 0
     assert run.last["momentum"].item() < 0
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_without_a_spare_pair_a_learning_rate_does_not_move_below_zero_either(seeds):
+    hypers = {"lr": lh.Hyper([0.05] * 4, windows=4, step=1.0)}  # as many values as pairs: no error is known
+    task = make_task(val_loss=lambda model, batch: -loss(model, batch))  # less training is better
+    engine = lh.Factorial(0.05, pairs=4)
+    record = tune(task=task, hypers=hypers, engine=engine, outer_steps=1, seeds=seeds).history[0]
+    assert (record.grad["lr"] > 0).any()
+    assert (record.next["lr"] >= 0).all()
+    assert record.error["lr"].isnan().all()
+    assert record.doubts["lr"] == [""] * 4 or seeds > 1
 
 
 def test_explosions_in_a_row_lead_back_to_where_it_went_well_and_no_further():

@@ -53,7 +53,8 @@ class Hypergradient:
         train_loss: the training loss before every step.
         per_step: per key, the hypergradient of every single step (with `per_step=True`).
         meter: how the tangents or the adjoint grew along the run (Forward and Adjoint).
-        error: per key, the standard error of `grad` (Factorial).
+        error: per key, the standard error of `grad` (Factorial); infinite where too few runs tell it, and
+            NaN where `grad` is exact.
         exact: per key, what derivatives alone said, where `grad` has smoothed differences for some values (Hybrid).
     """
 

@@ -48,7 +48,7 @@ def doubts(found: Hypergradient, steps: int) -> Doubts:
         for w in range(len(grad)):
             if not grad[w].isfinite():
                 reason = "not finite"
-            elif found.error is not None and bool(found.error[key][w].isfinite()):
+            elif found.error is not None and not bool(found.error[key][w].isnan()):
                 reason = ""  # no derivative: chaos does not matter, and its error says how sure it is
             else:
                 reason = _doubt(found, column, window_start(w, steps, len(grad)), steps)
@@ -85,7 +85,8 @@ def among_seeds(
     Args:
         grads: hypergradients, one per seed.
         each: the doubts of each.
-        error: the standard error of their mean, NaN (or nothing) where it is not known; there the seeds' signs decide.
+        error: the standard error of their mean, not finite (or nothing) where it is not known; there the seeds' signs
+            decide.
     """
     doubted: Doubts = {}
     for key in each[0]:
@@ -97,7 +98,7 @@ def among_seeds(
             said = sorted(reasons[key][w] for reasons in each)
             middle = said[len(said) // 2]  # no doubt sorts before any
             off = float(error[key][w]) if error else math.nan
-            if not middle and not math.isnan(off):
+            if not middle and math.isfinite(off):
                 sure = sureness(float(mean[w]), off)
                 middle = "" if sure >= SURE else f"unsure: {sure:.0%} sure of its sign"
             elif not middle and len(grads) > 1 and agreeing[w] < AGREEING:

@@ -277,7 +277,7 @@ class Tuning:
             engine=finished[0]["engine"],
             seconds=self.seconds,
             doubts=doubted,
-            error=error,
+            error={key: torch.where(e.isfinite(), e, torch.nan) for key, e in error.items()},
             held=held,
             exploded=bool(exploded),
         )
@@ -428,7 +428,7 @@ def _average(found: list[Values]) -> Values:
 
 
 def _combined(errors: list[Values | None]) -> Values:
-    """The standard error of a mean over seeds; NaN where one of them does not know its own."""
+    """The standard error of a mean over seeds; NaN where one of them is exact, infinite where one is not known."""
     known = [e for e in errors if e is not None]
     if not known or len(known) < len(errors):
         return {}

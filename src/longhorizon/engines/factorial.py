@@ -343,7 +343,7 @@ def _alike(values: list[tuple[str, int]], groups: int) -> list[list[tuple[str, i
 def within_shifts(
     values: Mapping[str, Tensor], at: Mapping[str, Tensor], error: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Where values may move to that were shifted, and so have an error: no learning rate below zero, untried there.
+    """Where values may move to that were shifted, and so have an error, be it infinite: no learning rate below zero.
 
     >>> lr = torch.tensor([0.0, 0.1])
     >>> within_shifts({"lr": lr - 0.2}, {"lr": lr}, {"lr": torch.tensor([0.01, torch.nan])})  # the second one is exact
@@ -351,7 +351,7 @@ def within_shifts(
     """
     kept = dict(values)
     for key, off in error.items():
-        kept[key] = torch.where(off.isfinite(), _not_below_zero(key, values[key], at[key]), values[key])
+        kept[key] = torch.where(off.isnan(), values[key], _not_below_zero(key, values[key], at[key]))
     return kept
 
 
@@ -368,7 +368,7 @@ def _not_below_zero(key: str, to: Tensor, at: Tensor) -> Tensor:
 def effects(signs: Tensor, losses: Tensor, common: bool = False) -> tuple[Tensor, float]:
     """Half the change of the loss from each value's lower to its upper level, and the standard error they share.
 
-    The error comes from what the effects leave of the pairs' differences; NaN if there are as many values as pairs.
+    The error comes from what the effects leave of the pairs' differences; infinite if no pair is spare.
 
     Args:
         signs: of the design, pairs × values.
@@ -391,5 +391,5 @@ def effects(signs: Tensor, losses: Tensor, common: bool = False) -> tuple[Tensor
     left, spare = (differences - signs @ found).square().sum(), pairs - values
     if common:
         left, spare = left + (means - means.mean()).square().sum(), spare + pairs - 1
-    error = float((left / spare / pairs).sqrt()) if spare > 0 else math.nan
+    error = float((left / spare / pairs).sqrt()) if spare > 0 else math.inf
     return found * size, error * size
