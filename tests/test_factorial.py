@@ -225,6 +225,18 @@ def test_windows_that_share_a_shift_share_the_mean_of_their_slopes(scale):
     torch.testing.assert_close(found["momentum"], exact["momentum"], rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log"])
+@pytest.mark.parametrize(("at", "bounds"), [(0.3, {"high": 0.2}), (0.2005, {"high": 0.2}), (0.05, {"low": 0.1})])
+def test_a_value_outside_its_bounds_has_a_slope(at, bounds, scale):
+    task, values = problem("mlp").task, {"lr": [at]}
+    settings = {"steps": 9, "values": values}
+    bound = {"lr": lh.Hyper(0.15, step=1e-3, scale=scale, **bounds)}
+    found = lh.hypergradient(task, lh.sgd(), bound, engine=lh.Factorial(seeds="one"), **settings)
+    assert found.status.ok
+    exact = lh.hypergradient(task, lh.sgd(), {"lr": lh.Hyper(0.15)}, **settings)
+    torch.testing.assert_close(found.grad["lr"], exact.grad["lr"], rtol=0.02, atol=0)
+
+
 def test_sharing_bounds_how_many_runs_there_are():
     hypers = {"lr": lh.Hyper(0.3, windows=9, step=1e-3), "momentum": lh.Hyper(0.5)}
     with environment():

@@ -150,7 +150,9 @@ class Factorial:
         for key in dict.fromkeys(key for key, _ in self.shifted(problem)):
             hyper, value, by = problem.hypers[key], problem.values[key], self.distances(problem, key)
             low, high = (value * (-by).exp(), value * by.exp()) if hyper.scale == "log" else (value - by, value + by)
-            least, most = -math.inf if hyper.low is None else hyper.low, math.inf if hyper.high is None else hyper.high
+            # A value that was given may lie outside the bounds, and is then shifted to the side where they are.
+            least = value.clamp(max=-math.inf if hyper.low is None else hyper.low)
+            most = value.clamp(min=math.inf if hyper.high is None else hyper.high)
             low = low if below_zero else _not_below_zero(key, low, value)
             found[key] = (low.clamp(least, most), high.clamp(least, most))
         return found
