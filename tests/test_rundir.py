@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -205,6 +206,30 @@ def test_a_whole_number_is_the_same_setting_as_its_float(tmp_path):
         hypers = {"lr": lh.Hyper(0.0, step=step)}
         run = tune(dir=tmp_path / "r", outer_steps=count, outer=lh.SignDescent(growth=growth), hypers=hypers)
         assert len(run.history) == count  # it went on
+
+
+def test_how_numpy_writes_a_number_and_the_order_of_a_set_are_no_setting(tmp_path):
+    class Reversed(set):
+        """Where hash seeds differ, so does the order of a set."""
+
+        def __iter__(self):
+            return iter(sorted(set.copy(self), reverse=True))
+
+        def __repr__(self):
+            return str(list(self))
+
+    patterns = {"*.weight", "*.bias"}
+    number = {"step": np.float32(0.25), "low": np.int64(-1), "high": np.float32(2.0), "windows": np.int64(2)}
+    for count, settings in enumerate(
+        (
+            number | {"params": patterns},
+            {name: int(v) if name == "windows" else float(v) for name, v in number.items()} | {"params": patterns},
+            number | {"params": Reversed(patterns)},
+            number | {"params": ["*.bias", "*.weight"]},
+        )
+    ):
+        run = tune(dir=tmp_path / "r", outer_steps=count + 1, hypers={"lr": lh.Hyper(0.0, **settings)})
+        assert len(run.history) == count + 1  # it went on
 
 
 def test_another_recipe_in_the_directory_is_refused_by_name(tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -297,8 +298,14 @@ def _tuned(tuning: Tuning, history: list[OuterStep], dir: Path | None, confirmed
 
 
 def _hyper_settings(hyper: Hyper) -> dict[str, Any]:
-    settings = asdict(hyper) | {"start": hyper.values().tolist()}
-    return settings | {"params": "a function" if callable(hyper.params) else hyper.params}
+    """As plain numbers and lists: how numpy writes a number, and the order of a set, are no part of a run."""
+    settings = asdict(hyper) | {"start": hyper.values().tolist(), "windows": int(hyper.windows)}
+    for name in ("step", "low", "high"):
+        settings[name] = None if settings[name] is None else float(settings[name])
+    params = hyper.params
+    if callable(params):
+        return settings | {"params": "a function"}
+    return settings | {"params": sorted(params) if isinstance(params, AbstractSet) else params}
 
 
 def _fields(engine: Any) -> dict[str, Any]:
