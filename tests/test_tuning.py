@@ -384,6 +384,14 @@ def test_a_loss_of_survivors_is_not_the_best():
     assert run.best["lr"].tolist() == run.history[0].values["lr"].tolist()
 
 
+def test_a_metric_that_is_nan_is_so_in_a_journal(tmp_path):
+    task = make_task(metrics=lambda model, batch: {"accuracy": torch.tensor(math.nan), "one": 1.0})
+    for _ in range(2):  # the second time it is read
+        (record,) = tune(task=task, outer_steps=1, dir=tmp_path / "r").history
+        assert math.isnan(record.metrics["accuracy"])
+        assert record.metrics["one"] == 1.0
+
+
 def test_records_survive_json():
     (record,) = lh.steps(make_task(), lh.sgd(), HYPERS, steps=5, outer_steps=1)
     again = type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))

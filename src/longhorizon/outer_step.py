@@ -48,6 +48,7 @@ class OuterStep:
         known["outer"] = _tensors(content["outer"])
         known.setdefault("exploded", "exploded: " in content["status"])
         known["val_loss"] = math.nan if known["val_loss"] is None else known["val_loss"]
+        known["metrics"] = {name: math.nan if v is None else v for name, v in known["metrics"].items()}
         return cls(**known)
 
 
