@@ -453,6 +453,10 @@ def test_what_a_run_that_failed_at_once_has_left_is_written_over(tmp_path):
     assert not RunDirectory(tmp_path / "r").begun
     with pytest.raises(ValueError, match=r"ended after 3 batches"):  # the same settings, another model
         tune(task=replace(short, model=wider), dir=tmp_path / "r", checkpoint_seconds=1000.0)
+    (tmp_path / "r/models").mkdir()
+    for name in ("weights.pt", "models/best.pt"):  # the user's own
+        torch.save({}, tmp_path / "r" / name)
+    assert not RunDirectory(tmp_path / "r").begun
     found = tune(dir=tmp_path / "r", steps=10, outer_steps=1)
     assert found.history[0].steps == 10
     assert RunDirectory(tmp_path / "r").describe()["settings"]["steps"] == [10]

@@ -32,6 +32,8 @@ from longhorizon.schedule import Schedule
 
 FORMAT = 1
 CONFIRMED = "confirmed.json"
+# Of a run, and of the methods of a comparison; other files may lie beside them.
+PROGRESS = ("journal.jsonl", "checkpoint.pt", "tuning.pt", "trial-*.pt", "row-*.pt", "study.log")
 
 
 class RunError(RuntimeError):
@@ -81,7 +83,7 @@ class RunDirectory:
     @property
     def begun(self) -> bool:
         """Whether there is something to go on from. What a run that failed at once leaves may be written over."""
-        return self.exists and any(next(self.path.rglob(name), None) for name in ("journal.jsonl", "*.pt", "study.log"))
+        return self.exists and any(next(self.path.rglob(name), None) for name in PROGRESS)
 
     def begin(self, settings: Mapping[str, Any], recipe: str | None = None) -> None:
         """Write down what is run, or check that it is what was begun here.
