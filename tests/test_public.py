@@ -36,6 +36,7 @@ LAYERS = [
     ["schedule"],
     ["attaching"],
     ["tuning"],
+    ["averaging", "failing"],
     ["outer_step"],
     ["outer"],
     ["engines"],

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import torch
 
+from longhorizon import failing
 from longhorizon import seeds as seeding
-from longhorizon import tree
+from longhorizon.averaging import average, combined, mean_metrics
 from longhorizon.batches import Batches, note_step
 from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Forward, Greedy, Hybrid, Run
 from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
@@ -30,10 +31,9 @@ from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task
 from longhorizon.traces import Traces
-from longhorizon.trust import Doubts, among_seeds, doubts, most_of_fine, sureness
+from longhorizon.trust import Doubts, among_seeds, doubts
 
 PATIENCE = 3  # outer steps that may diverge before any has gone well
-GUILTY = 0.977  # how sure a slope must be to be blamed for an explosion: two standard errors
 ENGINES = {engine.__name__: engine for engine in (Forward, Adjoint, Greedy, FiniteDifference, Factorial, Hybrid)}
 Gates = Literal["off", "wait", "shrink"]
 
@@ -222,14 +222,14 @@ class Tuning:
 
     def _complete(self) -> OuterStep:
         finished, steps = self.finished, self.horizon(self.index)
-        grad, mean = _average([f["grad"] for f in finished]), _average([f["mean"] for f in finished])
+        grad, mean = average([f["grad"] for f in finished]), average([f["mean"] for f in finished])
         losses = torch.tensor([f["val_loss"] for f in finished], dtype=torch.float64)
         val_loss = float(losses[losses.isfinite()].mean())
         bad = [f["status"] for f in finished if f["status"] != "ok"]
         fine = any(bool(m.isfinite().any()) for m in mean.values()) and bool(losses.isfinite().any())
-        exploded = self._exploded(val_loss) if fine else ""
+        exploded = failing.exploded(finished, self.good and self.good[0], val_loss) if fine else ""
         fine = fine and not exploded
-        error = _combined([f.get("error") for f in finished])
+        error = combined([f.get("error") for f in finished])
         doubted = among_seeds([f["grad"] for f in finished], [f["doubts"] for f in finished], error)
         held: dict[str, list[int]] = {}
         at = self.values
@@ -250,7 +250,7 @@ class Tuning:
             moved, self.outer_state = self.outer.update(at, _without(mean, innocent), self.outer_state, self.hypers)
             assert self.good is not None
             self.values = between(moved, at, self.good[1])  # γ may have grown: no further back than where it went well
-            exploded = f"{exploded}; {_named(guilty, self.hypers)} goes back"
+            exploded = f"{exploded}; {failing.named(guilty, self.hypers)} goes back"
             bad = [exploded] * len(finished)
         else:
             exploded = f"{exploded}; half a step back" if exploded and self.good is not None else exploded
@@ -266,7 +266,7 @@ class Tuning:
             grad=grad,
             mean=mean,
             val_loss=val_loss,
-            metrics=_mean_metrics([f["metrics"] for f in finished]),
+            metrics=mean_metrics([f["metrics"] for f in finished]),
             status="ok"
             if not bad
             else f"{len(bad)} of {len(finished)} runs: {bad[0]}"
@@ -286,59 +286,18 @@ class Tuning:
         if self.good is None and self.index >= min(PATIENCE, self.outer_steps):
             why = bad[0] if bad else "no hypergradient is finite"
             runs = f"{self.index} training runs in a row" if self.index > 1 else "the training run"
-            raise RuntimeError(f"{runs} diverged at the starting values ({why}). Start lower.{self._data_at_fault()}")
+            data = failing.data_at_fault(self._failed, self._problem)
+            raise RuntimeError(f"{runs} diverged at the starting values ({why}). Start lower.{data}")
         return record
 
-    def _data_at_fault(self) -> str:
-        """What speaks for the data where no training run went well; "" if nothing does."""
-        failed, problem = self._failed[-1] if self._failed else None, self._problem
-        if failed is None or problem is None:
-            return ""
-        step, _ = failed
-        if not all(bool(x.isfinite().all()) for x in tree.leaves(problem.batch(step))):
-            return f" But the training batch of step {step} (from 0) holds NaN or infinity: look at the data first."
-        if len(self._failed) > 1 and set(self._failed) == {(step, True)}:
-            return f" But all failed at one and the same step, {step} (from 0): look at its training batch, too."
-        return ""
-
-    def _exploded(self, val_loss: float) -> str:
-        """What is wrong with a run that ends worse than it began: its derivative says nothing; "" if it is fine.
-
-        Far worse than the last good run, too, because the validation loss may have other units than the training loss;
-        where there is none yet, than fresh weights.
-        """
-        key = "fresh" if self.good is None else "began"
-        if not all(key in f and "began" in f for f in self.finished):  # older ones do not know
-            return ""
-        began, fresh = (
-            max((abs(f[k]) for f in self.finished if math.isfinite(f[k])), default=math.nan) for k in ("began", key)
-        )
-        if not val_loss > most_of_fine(fresh if self.good is None else self.good[0], began):
-            return ""
-        if self.good is None:
-            return f"exploded: validation loss {val_loss:.3g}, and {fresh:.3g} before training"
-        return f"exploded: validation loss {val_loss:.3g}, and training began with {began:.3g}"
-
     def _guilty(self, grad: Values, error: Values) -> dict[str, list[int]]:
-        """Which values made a run explode, by slopes that know their error: those that surely raised the loss the most.
+        """Which values made a run explode: only these go back, each by its sign, and the others keep what they gained.
 
-        Only these go back then, each by its sign, and the others keep what they have gained. Other outer optimizers
-        than `SignDescent` go by the size of a slope, which says nothing here.
+        Other outer optimizers than `SignDescent` go by the size of a slope, which says nothing here.
         """
-        if self.good is None or not error or not isinstance(self.outer, SignDescent):
+        if self.good is None or not isinstance(self.outer, SignDescent):
             return {}
-        rises = {key: slopes * (self.values[key] - self.good[1][key]) for key, slopes in grad.items()}
-        sure = {
-            (key, w): float(rise)
-            for key, rises_of in rises.items()
-            for w, rise in enumerate(rises_of)
-            if rise > 0 and sureness(float(grad[key][w]), float(error[key][w])) >= GUILTY
-        }
-        found: dict[str, list[int]] = {}
-        for (key, w), rise in sure.items():
-            if rise >= max(sure.values()) / 2:
-                found.setdefault(key, []).append(w)
-        return found
+        return failing.guilty(grad, error, self.values, self.good[1])
 
 
 def steps(
@@ -400,7 +359,7 @@ def _summary(result: Hypergradient, metrics: dict[str, float], doubted: Doubts) 
         "val_loss": result.val_loss,
         "began": float(result.train_loss[0]),
         "status": str(result.status),
-        "failed": _failure(result),
+        "failed": failing.failed_at(result),
         "engine": result.engine,
         "metrics": metrics,
         "doubts": doubted,
@@ -408,31 +367,9 @@ def _summary(result: Hypergradient, metrics: dict[str, float], doubted: Doubts) 
     }
 
 
-def _failure(result: Hypergradient) -> tuple[int, bool] | None:
-    """The step whose training loss was no number, and whether the one before it was still as at the beginning."""
-    step = result.status.step
-    if result.status.what != "loss" or step is None:
-        return None
-    began, before = float(result.train_loss[0]), float(result.train_loss[max(0, step - 1)])
-    return step, step > 1 and before <= most_of_fine(began, began)
-
-
 def _good(saved: Any) -> tuple[float, Values] | None:
     """From a checkpoint; older ones have no loss with the values."""
     return (math.inf, saved) if isinstance(saved, dict) else saved
-
-
-def _average(found: list[Values]) -> Values:
-    """The mean over seeds of what is finite; NaN where no seed knows."""
-    return {key: torch.stack([f[key] for f in found]).nanmean(0) for key in found[0]}
-
-
-def _combined(errors: list[Values | None]) -> Values:
-    """The standard error of a mean over seeds; NaN where one of them is exact, infinite where one is not known."""
-    known = [e for e in errors if e is not None]
-    if not known or len(known) < len(errors):
-        return {}
-    return {key: torch.stack([e[key] for e in known]).square().sum(0).sqrt() / len(known) for key in known[0]}
 
 
 def _without(mean: Values, held: Mapping[str, list[int]]) -> Values:
@@ -441,14 +378,6 @@ def _without(mean: Values, held: Mapping[str, list[int]]) -> Values:
     for key, windows in held.items():
         kept[key][windows] = torch.nan
     return kept
-
-
-def _named(chosen: Mapping[str, list[int]], hypers: Mapping[str, Hyper]) -> str:
-    """Values in words, windows counted from 1."""
-    return " and ".join(
-        key if hypers[key].windows == 1 else f"{key} {', '.join(str(w + 1) for w in windows)}"
-        for key, windows in chosen.items()
-    )
 
 
 def _shrunk(state: dict[str, Any], held: Mapping[str, list[int]], outer: Outer) -> dict[str, Any]:
@@ -466,11 +395,6 @@ def _checked_gate(gate: str, outer: Outer) -> str:
     if gate == "shrink" and not isinstance(outer, SignDescent):
         raise ValueError(f"gate='shrink' with {type(outer).__name__}, which has no γ to shrink: use gate='wait'.")
     return gate
-
-
-def _mean_metrics(found: list[dict[str, float]]) -> dict[str, float]:
-    found = [f for f in found if f]
-    return {name: sum(f[name] for f in found) / len(found) for name in found[0]} if found else {}
 
 
 def _at_least_one(name: str, value: int) -> int:
