@@ -306,6 +306,45 @@ def test_dropout_on_a_transposed_activation():
     assert torch.allclose(forward.grad["lr"], adjoint.grad["lr"], rtol=1e-9)
 
 
+def in_place(x, training):
+    x = x * 1.0
+    F.dropout(x, 0.3, training, inplace=True)
+    return x
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x, training: F.dropout(x, 0.3, training),
+        in_place,
+        lambda x, training: torch.dropout(x, 0.3, training),
+        lambda x, training: F.alpha_dropout(x, 0.3, training),
+        lambda x, training: F.dropout1d(x, 0.3, training),
+        lambda x, training: F.feature_alpha_dropout(x, 0.3, training),
+    ],
+    ids=["function", "in place", "torch.dropout", "alpha", "channels", "channels, alpha"],
+)
+def test_dropout_as_a_function_on_a_transposed_activation(drop, compiled):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+            self.double()
+
+        def forward(self, x):
+            return self.second(drop(torch.tanh(self.first(x)).t(), self.training).t())
+
+    problem = task_of(Net), lh.sgd(), {"lr": lh.Hyper(0.1)}
+    forward, adjoint, differences = (
+        lh.hypergradient(*problem, steps=5, engine=e)
+        for e in (lh.Forward(compile=compiled), lh.Adjoint(compile=compiled), lh.FiniteDifference())
+    )
+    for found in (forward, adjoint):
+        assert found.val_loss == pytest.approx(differences.val_loss, rel=1e-12)
+        assert torch.allclose(found.grad["lr"], differences.grad["lr"], rtol=1e-6)
+
+
 # --- batches ---
 
 

@@ -94,7 +94,8 @@ class Functional:
                 attributes["forward"] = ours
             for place, key, name in self._places:
                 place[key] = tensors.get(name, place[key])
-            yield
+            with SameMasks():
+                yield
         finally:
             for (place, key, name), tensor in zip(self._places, own, strict=True):
                 if name in tensors:
@@ -126,6 +127,16 @@ class PlainLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+
+
+class SameMasks(TorchFunctionMode):
+    """Within it, what is drawn in the form of a tensor does not depend on how that lies in memory.
+
+    Under `torch.func` it lies otherwise, and a step would draw other numbers there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _DRAWN.get(func, func)(*args, **(kwargs or {}))
 
 
 def _copies(buffers: Buffers) -> Buffers:
@@ -218,18 +229,13 @@ def _track(m: Any, mean: Tensor, var: Tensor) -> None:
     m.running_var = (1 - rate) * m.running_var + rate * var
 
 
-def _dropout(m: Any, x: Tensor) -> Tensor:
-    """Dropout whose mask does not depend on how its input lies in memory, which differs under `torch.func`."""
-    return F.dropout(x.contiguous(), m.p, m.training)
-
-
 def _weight_norm(m: Any, g: Tensor, v: Tensor) -> Tensor:
     """Weight normalisation in plain operations: torch's own has a wrong second derivative."""
     others = [d for d in range(v.ndim) if m.dim == -1 or d != m.dim % v.ndim]
     return v * (g / v.square().sum(others, keepdim=True).sqrt())
 
 
-_OURS: dict[type, Callable[..., Tensor]] = {_BatchNorm: _batch_norm, nn.Dropout: _dropout, _WeightNorm: _weight_norm}
+_OURS: dict[type, Callable[..., Tensor]] = {_BatchNorm: _batch_norm, _WeightNorm: _weight_norm}
 
 
 def _mse_loss(
@@ -279,3 +285,23 @@ def _normalize(
 _SUMS = (torch.add, torch.sub, Tensor.add, Tensor.add_, Tensor.sub, Tensor.sub_)
 _PLAIN: dict[Any, Callable[..., Tensor]] = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss, F.normalize: _normalize}
 _PLAIN |= {func: _without_alpha(func) for func in _SUMS}
+
+
+def _contiguous_first(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return func(input.contiguous(), *args, **kwargs)
+
+    return call
+
+
+def _dropout(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        dropped = func(input.contiguous(), p, training)
+        return input.copy_(dropped) if inplace else dropped
+
+    return call
+
+
+_DRAWN: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout(F.dropout), F.alpha_dropout: _dropout(F.alpha_dropout)}
+
+_DRAWN |= {func: _contiguous_first(func) for func in (torch.dropout, torch.alpha_dropout)}
