@@ -270,6 +270,24 @@ def test_halving_keeps_the_best_third():
     assert max(e.val_loss for e in first if e.trial in kept) <= min(e.val_loss for e in first if e.trial not in kept)
 
 
+def test_a_rung_does_not_begin_from_the_checkpoint_of_a_shorter_one(tmp_path):
+    """Killed between the line in the journal and the removal of its checkpoint."""
+    settings = {"methods": ["grid-halving"], "budget": "80 runs", "test": "none", "checkpoint_seconds": 0.0}
+    calm = compare(**settings).evaluations
+    shorter, longer = halvings(STEPS)[1:3]
+    victim = [e.trial for e in calm if e.steps == longer][-1]
+
+    def die(e):
+        if (e.trial, e.steps) == (victim, shorter):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compare(tmp_path / "r", watcher=Watcher(on_evaluation=die), **settings)
+    assert list(tmp_path.rglob("trial-*.pt"))
+    assert without_clock(compare(tmp_path / "r", **settings).evaluations) == without_clock(calm)
+    assert not list(tmp_path.rglob("trial-*.pt"))
+
+
 def test_onecycle_is_torchs():
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)

@@ -167,9 +167,9 @@ class Arena:
         return None if payload is None else dict(payload["content"])
 
 
-def trial_file(number: int) -> str:
-    """Where a trial is saved on its way."""
-    return f"trial-{number:05d}.pt"
+def trial_file(number: int, steps: int = 0) -> str:
+    """Where a trial is saved on its way; one that is trained anew for each length, by that too."""
+    return f"trial-{number:05d}-{steps}.pt" if steps else f"trial-{number:05d}.pt"
 
 
 class Trial:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from longhorizon import seeds
 from longhorizon.rivals import bohb, hyperband, rows, studies
-from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial
+from longhorizon.rivals.arena import Arena, GaveUp, Setup, Stop, Trial, trial_file
 from longhorizon.rivals.crew import Crew, Failed
 from longhorizon.rivals.ledger import Evaluation
 from longhorizon.rivals.space import Setting, numbers_of, setting_of
@@ -186,7 +186,7 @@ class BlackBox:
         steps = replicate = 0
         if course.squeezed:
             steps, replicate = self.rungs(arena.setup)[course.rung], course.rung
-            file = f"trial-{number:05d}-{steps}.pt"
+            file = trial_file(number, steps)
 
         def make(saved: dict[str, Any] | None) -> Training:
             problem = arena.problem(setting, number, steps, replicate)

@@ -89,7 +89,10 @@ def width(arena: Arena, runs: int = WIDTH) -> int:
 def evaluate(arena: Arena, jobs: Sequence[Job], steps: int, kind: Kind = PLAIN) -> None:
     """Train and judge each that is not in the journal, in rows; it ends before the last one if the purse does."""
     todo = {job.number: job for job in jobs if arena.found(job.number, steps) is None}
-    lone = [job for job in todo.values() if width(arena) > 1 and (arena.dir / trial_file(job.number)).exists()]
+    for job in jobs:
+        if job.number not in todo:  # killed after it was written down, it has left its file
+            (arena.dir / trial_file(job.number, steps)).unlink(missing_ok=True)
+    lone = [job for job in todo.values() if width(arena) > 1 and (arena.dir / trial_file(job.number, steps)).exists()]
     for job in lone:  # begun where there was no row for it
         if not arena.purse.allows(steps):
             return
@@ -150,6 +153,7 @@ def alone(arena: Arena, job: Job, steps: int, kind: Kind = PLAIN) -> Evaluation:
         job.number,
         job.setting,
         lambda saved: kind.one(arena.problem(job.setting, job.number, steps, job.replicate), arena.counter, saved),
+        file=trial_file(job.number, steps),
     )
     found = one.to(steps)
     one.forget()
