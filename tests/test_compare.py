@@ -141,6 +141,23 @@ def test_a_search_is_not_told_how_ruined_a_network_is(tmp_path):
 # The range of the search, and the budget
 
 
+def test_a_search_is_told_losses_below_zero_as_they_are(tmp_path):
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    hypers = {"lr": lh.Hyper(0.1, step=0.1)}
+    settings = {"steps": STEPS, "outer_steps": 2, "budget": "4 runs", "test": "none", "dir": tmp_path}
+    below = make_task(loss=lambda model, batch: loss(model, batch) - 9)
+    found = lh.compare(below, lh.sgd(), hypers, methods=["bo"], **settings).evaluations
+    with quiet():
+        study = optuna.load_study(
+            study_name="bo-0", storage=JournalStorage(JournalFileBackend(str(tmp_path / "bo-0" / "study.log")))
+        )
+    assert [t.value for t in study.trials] == [e.val_loss for e in found]
+    assert max(e.val_loss for e in found) < 0
+
+
 def test_the_range_is_what_fds_can_reach():
     hypers = HYPERS | {"weight_decay": lh.Hyper(1e-3, step=0.5, scale="log", high=2e-3)}
     found = {axis.name: (axis.low, axis.high, axis.log) for axis in space.axes(hypers, 3)}

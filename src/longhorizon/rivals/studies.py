@@ -11,6 +11,7 @@ from longhorizon.rivals.training import Trains
 
 STUDY = "study.log"
 CEILING = 2.0  # times the loss of an untrained network
+LEAST = 1e-3  # above that loss, where it is zero or nearly
 
 
 def opened(arena: Arena, name: str = STUDY) -> Any:
@@ -50,7 +51,8 @@ def ceiling(study: Any, arena: Arena, setting: Setting, number: int, training: T
     """The most that a search is told, from the first trial that got so far."""
     if "ceiling" not in study.user_attrs:
         problem = arena.problem(setting, number) if training is None else training.problem
-        study.set_user_attr("ceiling", CEILING * float(problem.validation_loss(problem.start, 1)))
+        untrained = float(problem.validation_loss(problem.start, 1))
+        study.set_user_attr("ceiling", untrained + (CEILING - 1) * max(abs(untrained), LEAST))  # above it, if negative
     return float(study.user_attrs["ceiling"])
 
 
