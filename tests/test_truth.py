@@ -36,6 +36,37 @@ def test_a_measurement_does_not_go_on_in_another_precision(tmp_path):
     truth(task, lh.sgd(), HYPERS, **given)
     with pytest.raises(ValueError, match="truth.json"):
         truth(task, lh.sgd(), HYPERS, precision="bf16", **given)
+    given["path"] = tmp_path / "rough.json"
+    truth(task, lh.sgd(), HYPERS, precision="bf16", **given)
+    with pytest.raises(ValueError, match="its precision is bf16, not float32"):
+        truth(task, lh.sgd(), HYPERS, **given)
+
+
+def test_a_measurement_does_not_go_on_with_another_rule(tmp_path):
+    given = {"seeds": 2, "path": tmp_path / "truth.json", **SETTING}
+    task = problem("mlp").task
+    first = truth(task, lh.sgd(), HYPERS, **given)
+    for other in (lh.sgd(weight_decay=0.1), lh.sgd(nesterov=True), lh.clipped(lh.sgd(), 1.0)):
+        with pytest.raises(ValueError, match="holds another measurement: its rule is"):
+            truth(task, other, HYPERS, **given)
+    content = json.loads(given["path"].read_text())
+    del content["setting"]["rule"], content["setting"]["precision"]  # as in files of before
+    given["path"].write_text(json.dumps(content))
+    assert torch.equal(truth(task, lh.sgd(), HYPERS, **given).differences["lr"], first.differences["lr"])
+    del content["setting"]["steps"]
+    content["setting"]["epochs"] = 3
+    given["path"].write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its steps is None, not 9"):
+        truth(task, lh.sgd(), HYPERS, **given)
+
+
+def test_every_learnt_key_has_a_distance():
+    given = problem("mlp").task, lh.sgd(), HYPERS
+    with pytest.raises(ValueError, match="no distance for hyperparameter 'momentum'"):
+        truth(*given, seeds=2, steps=9, distance={"lr": 0.3})
+    fixed = HYPERS | {"momentum": lh.Hyper(0.5, learn=False)}
+    truth(*given[:2], fixed, seeds=2, steps=9, distance={"lr": 0.3})
+    truth(*given, seeds=2, steps=9, distance={"lr": 0.3}, only={"lr": [1]})
 
 
 def test_chosen_values_cost_nothing_else():

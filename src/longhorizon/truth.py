@@ -99,8 +99,11 @@ def truth(
         key: (hyper.values() if values is None or key not in values else torch.as_tensor(values[key])).tolist()
         for key, hyper in hypers.items()
     }
-    if precision != "float32":  # older files have none
-        setting["precision"] = precision
+    own = {"name": rule.name, "defaults": dict(rule.defaults), "options": dict(rule.options)}
+    setting |= {"precision": precision, "rule": own}
+    for key in [key for key, hyper in hypers.items() if hyper.learn and (only is None or key in only)]:
+        if isinstance(distance, Mapping) and key not in distance:
+            raise ValueError(f"truth(distance={dict(distance)}): no distance for hyperparameter {key!r}.")
     file = _File(path, setting)
     traces = Traces()
     with environment(precision):
@@ -216,13 +219,15 @@ class _File:
     """Finished seeds, on disk if a path was given."""
 
     def __init__(self, path: str | os.PathLike[str] | None, setting: dict[str, Any]):
-        self.path, self.setting = None if path is None else Path(path), setting
+        self.path, self.setting = None if path is None else Path(path), json.loads(json.dumps(setting, default=str))
         self.seeds: dict[str, Any] = {}
         if self.path is None or not self.path.exists():
             return
         content = json.loads(self.path.read_text())
-        for name, value in json.loads(json.dumps(setting)).items():
-            there = content["setting"].get(name)
+        # Files of before there was a precision are in float32, and those without a rule do not say which it was.
+        found = {"precision": "float32", "rule": self.setting["rule"]} | content["setting"]
+        for name in self.setting | found:
+            there, value = found.get(name), self.setting.get(name)
             if there != value:
                 raise ValueError(
                     f"{self.path} holds another measurement: its {name} is {there}, not {value}. Choose another path."
