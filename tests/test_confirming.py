@@ -7,6 +7,8 @@ import signal
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import longhorizon as lh
 from longhorizon.confirming import kept_in
@@ -170,6 +172,30 @@ def test_stopped_in_the_last_outer_step_it_goes_on(tmp_path, confirm, words):
     found, calm = tune(task=counted(trained), dir=tmp_path / "r", **settings), tune(**settings)
     assert (found.schedule, found.confirmed) == (calm.schedule, calm.confirmed)
     assert bool(trained) == bool(confirm)
+
+
+@pytest.mark.parametrize("done", [1, 4, 6])
+def test_what_is_left_trains_as_it_would_have_with_the_rest(done):
+    """In float32 a step of another number of lanes rounds otherwise, and so does another lane."""
+    schedules = {"best": {"lr": [0.5, 0.4, 0.3]}, "last": {"lr": [0.7, 0.2, 0.3]}}
+    given = in_float32(), lh.sgd(momentum=0.5), {"lr": lh.Hyper(0.1, windows=3)}, schedules
+    runs = []
+    calm = lh.confirm(*given, steps=STEPS, seeds=5, on_run=lambda *run: runs.append(run))
+    known = {name: {seed: loss for n, seed, loss in runs[:done] if n == name} for name in schedules}
+    assert lh.confirm(*given, steps=STEPS, seeds=5, known=known) == calm
+
+
+def in_float32():
+    def batches(seed, count=STEPS):
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            (torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(count)
+        ]
+
+    def model():
+        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+    return lh.Task(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batches, lambda seed: batches(seed + 10**6, 2))
 
 
 @pytest.mark.parametrize(

@@ -127,12 +127,18 @@ def confirm(
         for name, schedule in schedules.items()
     }
     found = {name: dict((known or {}).get(name, {})) for name in schedules}
-    left = [(name, seed) for seed in chosen for name in schedules if seed not in found[name]]
+    runs = [(name, seed) for seed in chosen for name in schedules]
+    left = [(name, seed) for name, seed in runs if seed not in found[name]]
     traces = Traces() if traces is None else traces
     with environment(precision):
-        makes = [partial(make_problem, task, rule, hypers, steps, seed, values[name], traces) for name, seed in left]
-        runs = trained(makes, steps * len(left), progress) if makes else ()
-        for (name, seed), (problem, state) in zip(left, runs, strict=True):
+        makes = [
+            partial(make_problem, task, rule, hypers, steps, seed, values[name], traces)
+            if (name, seed) in left
+            else None
+            for name, seed in runs
+        ]
+        ends = trained(makes, steps * len(runs), progress) if left else ()
+        for (name, seed), (problem, state) in zip(left, ends, strict=True):
             loss = float(problem.validation_loss(state, steps))
             found[name][seed] = loss if isfinite(loss) else inf
             if on_run is not None:

@@ -170,20 +170,26 @@ def whole_of(task: Task, fewer: str = "train for fewer steps") -> tuple[Task, Ca
 
 
 def trained(
-    makes: Sequence[Callable[[], Problem]], total: int, progress: Callable[[int, int], None] | None = None
+    makes: Sequence[Callable[[], Problem] | None], total: int, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[tuple[Problem, State]]:
     """Train runs of one length that differ in their seed or their values; each in its turn, when its group is done.
 
     Args:
-        makes: what makes each run, with one `Traces`.
+        makes: what makes each run, with one `Traces`; None for one that an earlier process has done. The others then
+            keep their lanes: in another one of as many, or of another number, sums are rounded otherwise.
         total: steps of all that will ever be made like these, which decides whether tracing pays.
         progress: called with (steps done, steps in all) after every step, of all runs together.
     """
-    first = makes[0]()
+    place, make = next((i, make) for i, make in enumerate(makes) if make is not None)
+    first = make()
     together, steps = at_once(first, len(makes)), first.steps
     for begin in range(0, len(makes), together):
         group = makes[begin : begin + together]
-        problems = [first if begin + i == 0 else make() for i, make in enumerate(group)]
+        own = [first if begin + i == place else make and make() for i, make in enumerate(group)]
+        left = [problem for problem in own if problem is not None]
+        if not left:
+            continue
+        problems = [problem or left[0] for problem in own]
         training = Lanes(problems, None, together, total) if together > 1 else Alone(problems[0], None, total)
         for step in range(steps):
             try:
@@ -195,5 +201,6 @@ def trained(
                 progress(begin * steps + (step + 1) * len(group), len(makes) * steps)
             if step % 100 == 99 and not torch.isfinite(loss).any():
                 break
-        for i, problem in enumerate(problems):
-            yield problem, training.lane(i)
+        for i, problem in enumerate(own):
+            if problem is not None:
+                yield problem, training.lane(i)
