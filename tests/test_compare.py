@@ -523,6 +523,23 @@ def test_a_torn_line_does_not_count_and_a_damaged_one_is_named(tmp_path):
         compare(tmp_path / "r")
 
 
+def test_a_line_that_lacks_only_its_end_counts_once(tmp_path):
+    settings = {"methods": ["random"], "test": "none"}
+    calm = compare(budget="3 runs", **settings).evaluations
+    compare(tmp_path / "r", budget="2 runs", **settings)
+    journal = tmp_path / "r/journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-1])
+    open_one = Ledger(journal)
+    assert len(open_one.all()) == 2
+    assert without_clock(compare(tmp_path / "r", budget="3 runs", **settings).evaluations) == without_clock(calm)
+    assert journal.read_bytes().count(b"\n") == 3
+    assert without_clock(open_one.all()) == without_clock(calm)
+    with open(journal, "ab") as file:
+        file.write(b"{broken}\n")
+    with pytest.raises(lh.RunError, match="journal.jsonl is damaged at line 4 "):
+        open_one.all()
+
+
 # Several processes
 
 RECIPE = """

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from longhorizon.files import whole_lines
 from longhorizon.outer_step import plain
 from longhorizon.rivals.space import Setting
 from longhorizon.rundir import RunError, append_line
@@ -80,17 +79,24 @@ class Ledger:
         self._read, self._known, self._line = 0, list[Evaluation](), 0
 
     def all(self) -> list[Evaluation]:
-        """Every evaluation so far; a torn last line does not count."""
-        for line in whole_lines(self.path, self._read):
-            self._line += 1
-            self._read += len(line) + 1
-            if not line.strip():
-                continue
+        """Every evaluation so far; a torn last line does not count, one that lacks only its end does."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            file.seek(self._read)
+            lines = file.read().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            ends = number < len(lines)
             try:
-                self._known.append(Evaluation.from_dict(json.loads(line)))
+                if line.strip():
+                    self._known.append(Evaluation.from_dict(json.loads(line)))
+                self._line += ends
+                self._read += len(line) + ends  # `append_line` completes one that lacks its end
             except (ValueError, KeyError, TypeError) as error:
+                if not ends:  # torn
+                    break
                 raise RunError(
-                    f"{self.path} is damaged at line {self._line} ({type(error).__name__}: {error})."
+                    f"{self.path} is damaged at line {self._line + 1} ({type(error).__name__}: {error})."
                 ) from None
         return self._known
 
