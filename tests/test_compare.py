@@ -482,6 +482,22 @@ def test_a_stopped_test_goes_on_with_its_next_training(tmp_path, monkeypatch):
     assert not (tmp_path / "r/testing.json").exists()
 
 
+def test_a_method_that_was_killed_is_tested_when_it_is_done(tmp_path):
+    """Not after the first method that the next call looks at: its last setting is not known then."""
+    settings = {"methods": ["cosine", "random"], "test": "last", "test_seeds": 1, "budget": "6 runs"}
+    calm = compare(**settings)
+
+    def die(e):
+        if (e.method, e.trial) == ("random", 0):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compare(tmp_path / "r", watcher=Watcher(on_evaluation=die), **settings)
+    again = compare(tmp_path / "r", **settings)
+    assert [vars(t) for t in again.tests] == [vars(t) for t in calm.tests]
+    assert [t.trial for t in calm.tests] != [0, 0]
+
+
 def test_a_comparison_may_be_given_more(tmp_path):
     """More budget, methods and repeats; what is there stays, and is what an unbroken one would have."""
     compare(tmp_path / "r", methods=["random"], budget="2 runs")

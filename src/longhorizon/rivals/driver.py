@@ -231,11 +231,13 @@ class _Run:
     def all(self, seed: int, repeats: int, count: int, test: Which, test_seeds: int, keep: bool = True) -> Comparison:
         with stop_signals(keep) as asked:
             try:
+                later = {(method.name, own) for own in range(seed, seed + repeats) for method in self.methods}
                 for own in range(seed, seed + repeats):
                     for method in self.methods:
                         self._method(method, own, count, asked)
+                        later.discard((method.name, own))
                         if self.setup.task.test is not None:
-                            self._test(test, test_seeds, asked)
+                            self._test(test, test_seeds, asked, later)
             except Stop:
                 raise Interrupted(f"stopped; all is saved in {self.dir}") from None
         found, tests = list(self.ledger.all()), read_tests(self.dir / "tests.jsonl")
@@ -280,13 +282,13 @@ class _Run:
         if asked:
             raise Stop
 
-    def _test(self, which: Which, test_seeds: int, asked: list[int]) -> None:
+    def _test(self, which: Which, test_seeds: int, asked: list[int], later: set[tuple[str, int]]) -> None:
         def progress(done: int, total: int) -> None:
             if asked:
                 raise Stop
 
         given = (self.setup, self.ledger.all(), self.dir / "tests.jsonl", which, test_seeds, progress)
-        try_all(*given, self._traces, self.precision, self._tried)
+        try_all(*given, self._traces, self.precision, self._tried, later)
 
 
 def _take_over(earlier: Path, here: Path, seeds: range) -> None:

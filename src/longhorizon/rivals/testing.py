@@ -7,7 +7,7 @@ again when it is next asked for.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -84,10 +84,12 @@ def try_all(
     traces: Traces | None = None,
     precision: Precision = "float32",
     tried: set[Key] | None = None,
+    later: Collection[tuple[str, int]] = (),
 ) -> None:
     """Test what has not been tested yet, or failed.
 
     Args:
+        later: methods and their seeds that are to go on: what is their last is not known yet.
         tried: what this process has tested, to be added to; what failed in it is not tried again.
     """
     tried = set() if tried is None else tried
@@ -97,7 +99,7 @@ def try_all(
     scores = {_same(by_key[t.key]): t for t in known if t.key in by_key}
     begun = path.with_name("testing.json")
     for e in to_test(evaluations, which, setup.steps):
-        if e.key in done:
+        if e.key in done or (e.method, e.seed) in later:
             continue
         twin = scores.get(_same(e))
         found, status = (
