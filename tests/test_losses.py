@@ -50,6 +50,46 @@ def differentiate(task, engine, hypers=S, steps=6):
         raise
 
 
+ALL_OF_THEM = {
+    "items": lambda h: [value for key, value in h.items() if key.startswith("l2/")],
+    "values": lambda h: list(h.values())[1:],
+    "keys": lambda h: [h[key] for key in h if key.startswith("l2/")],
+    "copy": lambda h: list(h.copy().values())[1:],
+    "dict": lambda h: list(dict(h).values())[1:],
+    "unpacked": lambda h: list({**h}.values())[1:],
+    "union": lambda h: list((h | {}).values())[1:],
+    "union from the right": lambda h: list(({} | h).values())[1:],
+}
+
+
+@pytest.mark.parametrize("name", ALL_OF_THEM)
+def test_a_loss_may_read_its_hyperparameters_all_together(name):
+    def penalised(model, batch, hypers):
+        decays = zip(ALL_OF_THEM[name](hypers), model.parameters(), strict=False)
+        return classify(model, batch) + sum(decay * p.square().sum() for decay, p in decays)
+
+    hypers = {"lr": lh.Hyper(0.1)} | {key: lh.Hyper(0.01, step=0.01) for key in ("l2/a", "l2/b")}
+    task = task_of(mlp, loss=penalised, val_loss=classify)
+    found, expected = (differentiate(task, engine, hypers) for engine in (lh.Adjoint(), lh.FiniteDifference()))
+    for key in hypers:
+        assert torch.allclose(found.grad[key], expected.grad[key], rtol=1e-5)
+
+
+def test_the_rules_own_among_all_are_not_what_a_validation_loss_is_made_of():
+    def penalised(model, batch, hypers):
+        return classify(model, batch) + sum(v for key, v in hypers.items() if key == "s")
+
+    with environment():
+        task = task_of(mlp, loss=penalised)
+        assert make_problem(task, lh.sgd(), S | {"lr": lh.Hyper(0.1)}, 6, 0).read_in_validation == {"s"}
+
+
+def test_a_hyperparameter_that_is_used_later_only_is_refused_with_the_remedy():
+    """It cannot be told from one with a misspelt name."""
+    with pytest.raises(ValueError, match=r"loss never reads it.* read it on each, if only times zero\.$"):
+        differentiate(task_of(mlp, loss=lambda model, batch, hypers: classify(model, batch)), lh.Adjoint())
+
+
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 @pytest.mark.parametrize("engine", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("name", CUT_OFF)

@@ -299,22 +299,51 @@ def _chosen_values(hypers: Mapping[str, Hyper], values: Mapping[str, Any] | None
 
 
 class Recorder(dict[str, Tensor]):
-    """Hyperparameter values that remember which were read."""
+    """Hyperparameter values that remember which were read, one by one or all.
+
+    It is a dict, as what the loss is given in training; what would copy it without a word goes through `__getitem__`.
+
+    Attributes:
+        read: all of them.
+        named: those that were asked for by name.
+    """
 
     def __init__(self, values: Hypers):
         super().__init__(values)
         self.read: set[str] = set()
+        self.named: set[str] = set()
 
     def __getitem__(self, key: str) -> Tensor:
         if key not in self:
             raise ValueError(f"the loss reads hyperparameter {key!r}, which `hypers` lacks.{nearest(key, list(self))}")
         self.read.add(key)
+        self.named.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         if key in self:
             return self[key]
         return default
+
+    def __iter__(self) -> Iterator[str]:  # with its own, dict(hypers) and f(**hypers) ask for every value
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.read.update(self)
+        return super().items()
+
+    def values(self) -> Any:
+        self.read.update(self)
+        return super().values()
+
+    def copy(self) -> Hypers:
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
 
 
 def _check_batch(problem: Problem) -> None:
@@ -356,6 +385,10 @@ def _check_losses(problem: Problem) -> None:
             raise
         _check_unchanged(name, source, batch, versions)
         read[part] = recorder.read
+        if part == "val":  # one of the rule's that a loss came across among all is not what it is made of
+            problem.read_in_validation = {
+                key for key in recorder.read if key in recorder.named or argument(key) not in problem.rule.defaults
+            }
         if part == "train":
             problem.draws = not tree.equal(generators, seeds.torch_state())
         if not isinstance(value, Tensor):
@@ -377,7 +410,6 @@ def _check_losses(problem: Problem) -> None:
                 "`item` or `no_grad` from Task.loss and the model."
             )
         check_own(functional.module, value, name)
-    problem.read_in_validation = read["val"]
     unread = [
         k for k in problem.hypers if argument(k) not in problem.rule.defaults and k not in read["train"] | read["val"]
     ]
@@ -385,7 +417,7 @@ def _check_losses(problem: Problem) -> None:
         known = sorted(read["train"] | read["val"]) + list(problem.rule.defaults)
         raise ValueError(
             f"unknown hyperparameter {unread[0]!r}: it is no float argument of {problem.rule.name} and the loss never "
-            f"reads it.{nearest(unread[0], known)}"
+            f"reads it.{nearest(unread[0], known)} Tried were the first batches: read it on each, if only times zero."
         )
 
 
