@@ -390,7 +390,7 @@ def mislabelled(lacks):
     return [(pairs(t)[0], pairs(t)[1] + 9 * (t == lacks)) for t in range(9)]
 
 
-@pytest.mark.parametrize("train", [Missing, mislabelled], ids=str)
+@pytest.mark.parametrize("train", [Missing, mislabelled], ids=lambda make: make.__name__)
 @EVERY_ENGINE
 def test_an_error_in_a_later_step_says_which(train, engine):
     task = lh.Task(mlp, classify, lambda seed: train(6), held_out(pairs))

@@ -42,6 +42,7 @@ LAYERS = [
     ["engines"],
     ["accuracy", "trust", "lanes"],
     ["problem"],
+    ["first_look"],
     ["result", "compile", "traces"],
     ["simplify"],
     ["swaps"],

@@ -13,10 +13,10 @@ from longhorizon.engines import (
     ReplayError,
     hypergradient,
 )
+from longhorizon.first_look import NotDifferentiable
 from longhorizon.hypers import Hyper
 from longhorizon.outer import GradientDescent, SignDescent, TorchOuter, search_range
 from longhorizon.outer_step import OuterStep
-from longhorizon.problem import NotDifferentiable
 from longhorizon.result import Hypergradient, Status
 from longhorizon.retraining import Retrained, retrain
 from longhorizon.rivals import Comparison, compare

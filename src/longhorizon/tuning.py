@@ -22,11 +22,12 @@ from longhorizon.engines import Adjoint, Engine, Factorial, FiniteDifference, Fo
 from longhorizon.engines.choose import ADJOINT_ONLY, instead, trusted
 from longhorizon.engines.entry import check_engine
 from longhorizon.engines.factorial import reach, within_shifts
+from longhorizon.first_look import NotDifferentiable
 from longhorizon.hypers import Hyper, check_hypers
 from longhorizon.inner import check_names, fitted, left_at_default
 from longhorizon.outer import Outer, SignDescent, Values, as_outer, between, halfway, search_range
 from longhorizon.outer_step import OuterStep
-from longhorizon.problem import NotDifferentiable, Problem, check_parts, environment, make_problem, refuse_unfit
+from longhorizon.problem import Problem, check_parts, environment, make_problem, refuse_unfit
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longhorizon.first_look import NotDifferentiable
 from longhorizon.hypers import window_lengths
 from longhorizon.inner import State
 from longhorizon.meter import Meter
-from longhorizon.problem import NotDifferentiable, Problem
+from longhorizon.problem import Problem
 from longhorizon.result import Hypergradient, Status
 
 CHECK_EVERY = 64  # steps between looks at a flag that lives on an accelerator

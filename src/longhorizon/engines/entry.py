@@ -10,8 +10,9 @@ from longhorizon.engines.adjoint import Adjoint
 from longhorizon.engines.base import Engine, Progress, Run
 from longhorizon.engines.choose import ADJOINT_ONLY, choose, instead
 from longhorizon.engines.greedy import Greedy
+from longhorizon.first_look import NotDifferentiable
 from longhorizon.hypers import Hyper
-from longhorizon.problem import NotDifferentiable, Problem, environment, make_problem, refuse_unfit
+from longhorizon.problem import Problem, environment, make_problem, refuse_unfit
 from longhorizon.result import Hypergradient
 from longhorizon.rules import Rule
 from longhorizon.task import Task

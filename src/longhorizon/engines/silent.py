@@ -8,10 +8,11 @@ from torch.autograd import forward_ad
 
 from longhorizon import tree
 from longhorizon.engines.missing import check_derivative
+from longhorizon.first_look import NotDifferentiable, Recorder, check_own, nodes
 from longhorizon.functional import Buffers, Part
 from longhorizon.hypers import argument
 from longhorizon.inner import Hypers, State
-from longhorizon.problem import NotDifferentiable, Problem, Recorder, check_own, nodes
+from longhorizon.problem import Problem
 from longhorizon.rules import Params
 
 
