@@ -69,7 +69,7 @@ class Recorder(dict[str, Tensor]):
         return other | self.copy()
 
 
-def check_batch(problem: Problem) -> None:
+def check_batch(problem: "Problem") -> None:
     """A batch is the same whenever it is asked for."""
     if problem.batches.is_sequence and not tree.equal(problem.batch(0), problem.batch(0)):
         raise ValueError(
@@ -78,7 +78,7 @@ def check_batch(problem: Problem) -> None:
         )
 
 
-def check_losses(problem: Problem) -> None:
+def check_losses(problem: "Problem") -> None:
     """Call both losses once: scalar, floating point, trainable, and every hyperparameter of the loss is read."""
     functional, state, called = problem.inner.functional, problem.start, problem.called
     params = {name: p.detach().requires_grad_() for name, p in state.params.items()}
@@ -183,7 +183,7 @@ def nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
                 ahead.append(later)
 
 
-def check_metrics(problem: Problem) -> None:
+def check_metrics(problem: "Problem") -> None:
     """Take the metrics once, so that one that cannot be taken is known before the run and not after it."""
     if problem.task.metrics is None:
         return
