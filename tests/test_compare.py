@@ -714,8 +714,8 @@ def test_a_trial_that_cannot_go_on_from_its_rung_costs_nothing_more(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"test": lambda: (X[:10], Y[:10])}, "Task.test has to return a list of batches"),
-        ({"test": lambda seed: [(X, Y)]}, r"This was the call of Task.test\(\)"),
+        ({"test": lambda: (X[:10], Y[:10])}, r"Task.test\(\) returned bare tensors, 2 of them"),
+        ({"test": lambda: [(X, Y)][5:][0]}, r"This was the call of Task.test\(\)"),
         ({"test": lambda: []}, r"Task.test\(\) returned no batches"),
         ({"test": lambda: [(X.double(), Y)]}, "This was the first batch of Task.test, given to Task.loss"),
         ({"test": lambda: [(X * math.nan, Y)]}, "Task.loss is nan on the first batch of Task.test"),
