@@ -220,9 +220,7 @@ def as_outer(outer: Any) -> Outer:
 def move(values: Tensor, by: Tensor, hyper: Hyper) -> Tensor:
     """Values moved in their own scale, then put back inside the bounds; one that would be no value stays."""
     moved = _projected(values, by, hyper)
-    fine = (
-        moved.isfinite() & (moved > 0) if hyper.scale == "log" else moved.isfinite()
-    )  # e to a large number is neither
+    fine = moved.isfinite() & (moved > 0 if hyper.scale == "log" else True)  # e to a large number is neither
     return torch.where(fine, moved, values)
 
 
