@@ -487,3 +487,16 @@ def test_a_run_of_another_model_is_refused(tmp_path, model, words):
     with pytest.raises(lh.RunError, match=f"r holds a run of another model: this one has {words}"):
         tune(task=make_task(model=model), dir=tmp_path / "r", outer_steps=2)
     assert len(tune(dir=tmp_path / "r", outer_steps=2).history) == 2
+
+
+@pytest.mark.parametrize("name", ["schedule.json", "best.json"])
+def test_a_schedule_that_no_run_has_made_is_not_written_over(tmp_path, name):
+    kept = tmp_path / name
+    lh.Schedule({"lr": (0.7,)}, {"name": "sgd"}).save(kept)
+    before = kept.read_bytes()
+    with pytest.raises(lh.RunError, match=f"has a {name} but no run.json"):
+        tune(dir=tmp_path)
+    assert kept.read_bytes() == before
+    assert not (tmp_path / "run.json").exists()
+    kept.rename(tmp_path / "mine.json")
+    assert tune(dir=tmp_path).history

@@ -110,6 +110,11 @@ class RunDirectory:
                 f"{self.path} has a journal or a checkpoint but no run.json: part of it was deleted. "
                 "Put run.json back, or choose another directory."
             )
+        elif kept := [name for name in ("schedule.json", "best.json") if (self.path / name).exists()]:
+            raise RunError(
+                f"{self.path} has a {kept[0]} but no run.json: no run of ours has made it, and this one would write "
+                "over it. Move it away, or choose another directory."
+            )
         self._write(
             "run.json",
             json.dumps(
